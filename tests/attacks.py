@@ -1,4 +1,4 @@
-"""Clients that lie: engines in which one client sends something else than what it has trained."""
+"""Hostile clients: engines in which one client sends something other than its trained update."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from equipoise.run.trainer import Trainer
 
 LIAR = 3
 SGD = Sgd(lr=0.5, momentum=0.5)
-# What the liar makes of an update: its tensor as trained, and the one it received (zero for
-# uploads).
+# The attacks: functions of the trained tensor and the received one (zero for uploads).
 ATTACKS = {
     "x1e6": lambda own, received: received + 1e6 * (own - received),
     "flipped": lambda own, received: received - 10 * (own - received),
@@ -29,9 +28,7 @@ ATTACKS = {
 
 
 def lying(attack, liar=LIAR, uploads_only=False):
-    """Return an engine in which one client sends what an attack makes of its update and its
-    uploads.
-    """
+    """Return an engine in which one client applies an attack to its update and its uploads."""
 
     class LyingCohort(StackedCohort):
         def _train_members(self, members, moving, shared, *rest):

@@ -1,4 +1,4 @@
-"""What tests of several folders use."""
+"""Fixtures for tests of several folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ hypothesis.settings.load_profile("equipoise")
 
 @pytest.fixture
 def call(monkeypatch, tmp_path, capsys):
-    """Run a command in an empty directory; give exit code, stdout and stderr."""
+    """Run a command in an empty directory; return exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):

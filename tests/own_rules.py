@@ -1,6 +1,4 @@
-"""Parts of one's own that use facts, questions before training, trees that are sent once, notes and
-parts of a model.
-"""
+"""User-defined parts with facts, questions, trees that are sent once, notes and model parts."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ from tests.own_samplers import SAMPLERS
 
 @dataclass(frozen=True)
 class Calibrated(LocalRule):
-    """Shift the score of class c by τ n_c^(-1/4), with n_c the client's own label counts (after
-    FedLC).
-    """
+    """Shift the score of class c by τ n_c^(-1/4), with n_c the label count (as in FedLC)."""
 
     tau: float = 0.5
 
@@ -54,7 +50,7 @@ class Calibrated(LocalRule):
 
 @dataclass(frozen=True)
 class Aligned(LocalRule, FedAvg):
-    """Keep the gradient of the head near a moving average of all clients' gradients (after FedIIR)."""
+    """Keep the head's gradient close to a moving average of all clients' (as in FedIIR)."""
 
     strength: float = 0.5
     decay: float = 0.8
@@ -78,7 +74,7 @@ class Aligned(LocalRule, FedAvg):
         )
 
     def loss(self, client):
-        """Add the squared distance of the batch's mean gradient from the one received."""
+        """Add the squared distance between the batch's mean gradient and the received one."""
         samples = client.sum(torch.ones_like(client.output()[:, 0]))
         own = tree_map(lambda total: total / samples, self.gradient_sums(client))
         return client.task_loss() + self.strength * squared_distance(own, client.sent["gradient"])
@@ -98,7 +94,7 @@ class Aligned(LocalRule, FedAvg):
 
 @dataclass(frozen=True)
 class Mixed(LocalRule, FedAvg):
-    """Mix every sample with the mean image of one client, another one each round (after FedMix)."""
+    """Mix every sample with a client's mean image, another one each round (as in FedMix)."""
 
     share: float = 0.2
     needs_everyone = True
@@ -127,7 +123,7 @@ class Mixed(LocalRule, FedAvg):
         return {"model": state.model, "means": state.server["means"]}, {}
 
     def loss(self, client):
-        """Take the loss of the mixed samples, for their own labels and for those of the mean image."""
+        """Return the loss of the mixed samples, for their own labels and the mean image's."""
         means = client.sent["means"]
         which = (client.round % len(means["x"])).view(1)
         x, y = (means[name].index_select(0, which)[0] for name in ("x", "y"))
@@ -138,13 +134,13 @@ class Mixed(LocalRule, FedAvg):
 
 @dataclass(frozen=True)
 class Projected(LocalRule):
-    """Bring a projection of z, whose size is a penalty."""
+    """Add a projection of z, and penalize its size."""
 
     width: int = 3
     strength: float = 0.1
 
     def extend(self, model, shape):
-        """Put the projection beside features and head."""
+        """Add the projection to the model."""
         model.add_module("projection", nn.Linear(width_of(model, shape), self.width))
         return model
 
@@ -161,17 +157,17 @@ class Projected(LocalRule):
 
 @dataclass(frozen=True)
 class Noting(FedAvg):
-    """Note the key of the server's random numbers in every round, and the weights in every other."""
+    """Note the key of the server's random numbers every round, and weights every second."""
 
     def combine(self, state, updates, cohort):
-        """Average, and take notes."""
+        """Average, and add notes."""
         notes = {} if state.round % 2 else {"weights": cohort.prior}
         return super().combine(state, updates, cohort).with_notes(key=cohort.key, **notes)
 
 
 @dataclass(frozen=True)
 class Counted(LocalRule, Aggregation):
-    """Send facts of the received and of the trained model, which weigh clients."""
+    """Send facts of the received and of the trained model, which determine clients' weights."""
 
     uploads = ("before", "after")
     collects = ("before", "after")
@@ -191,7 +187,7 @@ class Counted(LocalRule, Aggregation):
         return {"sure": sums["sure"] / sums["samples"]}
 
     def combine(self, state, updates, cohort):
-        """Weigh clients by how much more confident they have become."""
+        """Weight clients by their increase in confidence."""
         gain = updates.uploads["after"]["sure"] - updates.uploads["before"]["sure"]
         return state.with_global(mix(updates, gain.softmax(0))).with_notes(gain=gain)
 
@@ -207,9 +203,7 @@ RULES = {
 
 
 def make_known(monkeypatch):
-    """Make them and the samplers known by name until the test ends, so that other tests see the
-    library's own parts only.
-    """
+    """Register the parts and the samplers until the test ends."""
     monkeypatch.setattr(methods, "_PARTS", dict(methods._discover()))
     monkeypatch.setattr(methods, "_METHODS", set(methods._METHODS))
     for name, part in RULES.items():

@@ -1,4 +1,4 @@
-"""Samplers that ask clients before they choose, or keep something between rounds."""
+"""Samplers that ask clients before they choose, or keep state between rounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from equipoise.random import choose_by_weight
 
 @dataclass(frozen=True)
 class PowerOfChoice(Sampler):
-    """Draw candidates by size and take those with the highest losses (Cho et al., 2022)."""
+    """Draw candidates by size and choose those with the highest losses (Cho et al., 2022)."""
 
     candidates: int = 3
 
@@ -29,12 +29,12 @@ class PowerOfChoice(Sampler):
 
 @dataclass(frozen=True)
 class LongestAway(Sampler):
-    """Take the clients whose last round is longest ago; the smaller number comes first."""
+    """Choose the clients whose last round is longest ago; ties go to the smaller number."""
 
     needs_everyone = True
 
     def begin(self, state, everyone):
-        """Nobody has taken part yet."""
+        """Start without any participation."""
         ids = torch.from_numpy(everyone.ids)
         return state.with_server(last={"ids": ids, "round": torch.zeros_like(ids)})
 
@@ -45,7 +45,7 @@ class LongestAway(Sampler):
         return candidates.ids[np.argsort(rounds.numpy(), kind="stable")[:count]]
 
     def learn(self, state, cohort):
-        """Note the round for those who took part."""
+        """Record the round of the clients that took part."""
         last = state.server["last"]
         rounds = last["round"].clone()
         rounds[locate(last, cohort)] = state.round + 1

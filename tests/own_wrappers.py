@@ -1,4 +1,4 @@
-"""Methods of one's own that wrap another one, or hold a part as an option."""
+"""User-defined methods that wrap another one, or have a part as an option."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from equipoise.wrapping import WithPrior, Wrapper
 
 @dataclass(frozen=True)
 class Unchanged(Wrapper):
-    """Do what the host does."""
+    """Forward to the host."""
 
     host: Method = field(default_factory=lambda: build("fedavg"))
 

@@ -1,4 +1,4 @@
-"""Small federations with known answers, and rounds played without the round loop around them."""
+"""Small federations with known results, and rounds without the round loop."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from equipoise.models.base import Model
 
 @dataclass
 class Played:
-    """What happened: the state after every round (the first is the one before), the cohorts and
-    their updates.
-    """
+    """The results: the state before and after every round, the cohorts and their updates."""
 
     engine: StackedEngine
     states: list[State]
@@ -45,7 +43,7 @@ def play(
     reports=(),
     **training,
 ):
-    """Play one round a cohort."""
+    """Run one round per cohort."""
     machine = Machine(device="cpu", precision=precision, chunk=chunk)
     engine = StackedEngine(
         federation, module, Training(rounds=len(cohorts), **training), machine, seed
@@ -69,25 +67,24 @@ def play(
 
 
 def minimised(reports):
-    """The whole loss of each client: the task's, and what the method adds."""
+    """The whole loss of each client: the task's and the terms of the method."""
     return reports["train_loss"] + reports.get("method_terms", 0)
 
 
 def engine_run(module, federation, cohorts, *, chunk, method="fedavg", **how):
-    """Play one round a cohort of a method given by name, and return the last global model."""
+    """Run one round per cohort of a method by name, and return the last global model."""
     return play(build(method), federation, module, cohorts, chunk=chunk, **how).model
 
 
 def kept_by(played, client, first):
-    """The kept parts of one client, read back from the engine."""
+    """The kept parts of one client, read from the engine."""
     memory, seen = played.engine.memory.read(np.array([client]), {"kept": first})
     assert bool(seen.all())
     return {name: stack[0] for name, stack in memory["kept"].items()}
 
 
 def targets(*values, samples=None):
-    """One client a value t, with one sample (x, y) = (1, t) or as many copies of it as ``samples``
-    says.
+    """One client per value t, with ``samples`` copies of the sample (x, y) = (1, t).
 
     With one weight and no bias its loss is (w - t)².
     """
@@ -112,7 +109,7 @@ def weight(model):
 
 
 def random_regression(sizes, features=3, seed=0, splits=(1, 0, 0)):
-    """Clients that each follow a linear law of their own."""
+    """Clients with different linear laws."""
     draws = np.random.default_rng(seed)
     clients = np.repeat(np.arange(len(sizes)), sizes)
     x = draws.normal(size=(len(clients), features))

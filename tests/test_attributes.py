@@ -114,7 +114,7 @@ def outputs(predicted):
 
 
 def released(cells, min_cell):
-    """Count samples given as {value: (positives, negatives)}; nobody is predicted to be positive."""
+    """Count samples given as {value: (positives, negatives)}, without positive predictions."""
     values = [value for value, (pos, neg) in cells.items() for _ in range(pos + neg)]
     y = torch.tensor(
         [int(place < pos) for pos, neg in cells.values() for place in range(pos + neg)]
@@ -164,7 +164,7 @@ def test_all_counts_of_a_value():
         ({"a": (9, 9), "b": (5, 5)}, "ab", "ab"),
         # A cell without samples is not small.
         ({"a": (9, 0), "b": (5, 5)}, "ab", "ab"),
-        # One of two values has few samples: the other would reveal it.
+        # One of two values has few samples, which the other would reveal.
         ({"a": (9, 9), "b": (2, 2)}, "", ""),
         # The smallest other value is withheld with it.
         ({"a": (9, 9), "b": (2, 2), "c": (6, 6)}, "a", "a"),
@@ -199,8 +199,7 @@ def test_withheld_counts_do_not_follow_from_totals():
             hidden = [cell for value, cell in cells.items() if value not in shown and sum(cell)]
             for of in sums:
                 assert all(of(cells[value]) >= 4 or of(cells[value]) == 0 for value in shown)
-                # Either nothing else is left to hide behind, or the rest is large and has several
-                # values.
+                # Either nothing else can be withheld, or the rest is large and has several values.
                 if hidden and shown:
                     assert len(hidden) >= 2
                     assert not 0 < sum(map(of, hidden)) < 4

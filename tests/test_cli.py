@@ -1,4 +1,4 @@
-"""The command line: what it prints, where, and with which exit code."""
+"""The command line: its output and its exit codes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_json(call, *arguments):
 HEAVY = {"torch", "numpy", "sklearn", "scipy", "matplotlib", "yaml"}
 
 
-# Some versions of Typer themselves use pydantic for the options of a command.
+# Some versions of Typer use pydantic for the options of a command.
 @pytest.mark.parametrize(
     ("arguments", "absent"),
     [
@@ -617,7 +617,7 @@ def test_histogram_uses_the_full_height():
             ["digits", "--picture", "a.bmp"],
             "cannot draw to 'a.bmp'; its name must end in .png, .svg, .pdf\n",
         ),
-        # Only what was typed is named.
+        # Only typed values are named.
         (["cifar", "--set", "root=."], "NAME, --set root=.: no files of data 'cifar' in "),
         (
             ["cifar", "--set", "root=.", "--seed", "1"],

@@ -1,6 +1,4 @@
-"""What a loss may do with its client: a second look, z computed once, parts of the method's own,
-the round.
-"""
+"""What a loss may do with its client: further passes, z, parts of the method, the round."""
 
 from __future__ import annotations
 
@@ -102,7 +100,7 @@ def held(client):
 
 
 def losses(module):
-    """Every client's loss by the module as it is: in training or in evaluation mode."""
+    """Every client's loss by the original module, in training or evaluation mode."""
     return [F.cross_entropy(module(x), y).item() for x, y in map(held, range(len(SIZES)))]
 
 
@@ -138,7 +136,7 @@ def test_a_second_look_may_behave_as_in_training_and_records_nothing(chunk):
 
 @CHUNKS
 def test_dropout_of_a_second_look_is_that_of_the_batch(chunk):
-    """In training it drops what the first look drops: the key is that of the batch."""
+    """In training it drops the same units as the first pass: the key is that of the batch."""
     first, second = (
         rule_played(loss, chunk=chunk, module=normalised(dropout=0.5))
         for loss in (
@@ -172,7 +170,7 @@ def test_a_replaced_client_records_nothing(chunk):
 
 @CHUNKS
 def test_a_first_look_still_records(chunk):
-    """Other looks before and after it do not matter."""
+    """Other passes before and after it have no effect."""
 
     def loss(client):
         other = {name: tensor + 1 for name, tensor in client.params.items()}
@@ -195,9 +193,7 @@ def test_a_first_look_still_records(chunk):
 @CHUNKS
 @pytest.mark.parametrize("train", [False, True])
 def test_a_second_look_inside_a_gradient(train, chunk):
-    """The squared norm of the gradient with respect to the head, and its own gradient, which
-    training follows.
-    """
+    """The squared norm of the head's gradient, and its own gradient, which training uses."""
 
     def loss(client):
         head = {name: client.params[name] for name in ("head.weight", "head.bias")}
@@ -227,7 +223,7 @@ def test_a_second_look_inside_a_gradient(train, chunk):
 
 @CHUNKS
 def test_a_second_look_where_features_do_not_move(chunk):
-    """Their z is computed ahead: another batch or other features must not get it."""
+    """Their z is precomputed: another batch or other features must not use it."""
 
     def loss(client):
         other = {
@@ -263,7 +259,7 @@ CALLS: list[str] = []
 
 
 class Counting(nn.Linear):
-    """Notes its width every time it is called."""
+    """Records its width at every call."""
 
     def forward(self, x):
         CALLS.append(f"{self.in_features}")
@@ -297,7 +293,7 @@ def test_features_and_head_are_computed_once_a_step(loss, chunk):
 
 
 def mapped():
-    """Features that make a map of each image, with BatchNorm in both parts."""
+    """Features that return a map of each image, with BatchNorm in both parts."""
     torch.manual_seed(6)
     features = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3))
     return Model(
@@ -306,7 +302,7 @@ def mapped():
 
 
 class OwnModule(nn.Module):
-    """No subclass of Model: it only borrows how features and head are put together."""
+    """Not a subclass of Model, but with the same forward."""
 
     inputs = stem = None
     forward = Model.forward
@@ -335,9 +331,7 @@ def test_maps_are_aligned_by_their_means_over_positions(module, chunk):
 
 @CHUNKS
 def test_aligning_leaves_statistics_as_a_step_without_it_does(chunk):
-    """Whether it comes before or after the output, of the client's own model and of the received
-    one.
-    """
+    """Before or after the output, of the client's own model and of the received one."""
 
     def before(client):
         distance = (client.at(client.received).aligned()[0] - client.aligned()[0]).square().sum()
@@ -362,9 +356,7 @@ def test_aligning_leaves_statistics_as_a_step_without_it_does(chunk):
 
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_bgp_passes_through_the_received_features_once_in_its_second_step_only(chunk):
-    """The first step needs one pass through features and head; the second one more through the
-    received features.
-    """
+    """The first step needs one pass through the model; the second also one of received features."""
     module = Model(nn.Sequential(nn.Flatten(), Counting(50, 6), nn.Tanh()), Counting(6, 4)).double()
     machine = Machine(device="cpu", precision="float64", chunk=chunk)
     engine = StackedEngine(images(sizes=SIZES), module, Training(batch_size=20), machine)

@@ -187,7 +187,7 @@ ENCODER = SHARED / "weights" / "vit-small-14"
 
 
 def pacs():
-    """Ten clients of 24 real pictures in each of four domains."""
+    """Ten clients with 24 real images in each of four domains."""
     domains = sorted(folder.name for folder in PACS.iterdir() if folder.is_dir())
     classes = sorted(folder.name for folder in (PACS / domains[0]).iterdir())
     draws = np.random.default_rng(0)

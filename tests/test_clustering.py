@@ -1,6 +1,4 @@
-"""Clusters of clients: what is found, how clusters are numbered from round to round, and shares of
-two types.
-"""
+"""Clusters of clients: the result, their numbers from round to round, and shares."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ def test_numbers_follow_the_nearest_centres_of_the_round_before():
     for order in itertools.permutations(range(3)):
         renamed = np.array(order)[labels]
         assert numbered(renamed, points, before).tolist() == labels.tolist()
-    # By hand: of two clusters, the nearer one gets the only number that has been used.
+    # By hand: of two clusters, the nearer one gets the only number used so far.
     found = numbered(
         np.array([0, 1]), np.array([[9.0], [1.0]]), np.array([[np.nan], [2.0], [np.nan]])
     )
@@ -109,9 +107,7 @@ def test_the_nearest_centre():
 @pytest.mark.parametrize("by", ["bic", "stability"])
 @pytest.mark.parametrize("width", [3, 384])
 def test_the_number_of_types_is_found_among_22_clients(by, width):
-    """Sizes as in the paper's federation of digits; a few clients with more noise, as small clients
-    have.
-    """
+    """Sizes as in the paper's federation of digits; a few small clients have more noise."""
     points, labels = clouds([10, 6, 3, 2, 1], width=width, noise=0.2)
     points[::7] += 0.3 * np.random.default_rng(5).normal(size=points[::7].shape)
     assert choose_number(points, 8, by=by) == 5

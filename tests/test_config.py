@@ -1,4 +1,4 @@
-"""Experiment files: what they accept, what they refuse, and in which words."""
+"""Experiment files: what they accept, what they refuse, and with which messages."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_overrides_replace_names_or_reach_inside():
     assert experiment(
         "training.schedule=cosine", "training.schedule.floor=0.5"
     ).training.schedule == Schedule(kind="cosine", floor=0.5)
-    # What is left of the other method has no meaning for the new one.
+    # The remaining options of the other method are not valid for the new one.
     assert "unknown key 'method.mu' in x.yaml" in refusal("method.name=scaffold", **base)
 
 

@@ -1,6 +1,4 @@
-"""The pages on architecture, Client2Vec and its indices, metrics, figures and trackers: their
-examples run, and the tables name what there is.
-"""
+"""The pages of the documentation: their examples run, and their tables are complete."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ DOCS = Path(__file__).parents[1] / "docs"
     ],
 )
 def test_the_examples_run(page, monkeypatch):
-    # Examples register methods of their own.
+    # Examples register their own methods.
     monkeypatch.setattr(methods, "_PARTS", dict(methods._discover()))
     monkeypatch.setattr(methods, "_METHODS", set(methods._METHODS))
     monkeypatch.setattr(tasks, "_TASKS", dict(tasks._discover()))

@@ -1,4 +1,4 @@
-"""YAML and JSON that somebody has made to do harm end in one line, soon."""
+"""Harmful YAML and JSON end in one line, soon."""
 
 from __future__ import annotations
 

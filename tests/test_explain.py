@@ -1,4 +1,4 @@
-"""Every key is explained, every example is valid, and the page in docs/ is what the code says."""
+"""Every key is explained, every example is valid, and the page in docs/ matches the code."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_new_key_without_a_description_is_found():
         bare: str | None = None
         inner: Inner = field(default_factory=Inner)
 
-    # Where annotations are text, types are looked up in the module.
+    # If annotations are text, types are looked up in the module.
     globals().update(Inner=Inner)
     found = list(_of(Fresh, "fresh"))
     assert [setting.key for setting in found] == [

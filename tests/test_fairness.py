@@ -1,6 +1,4 @@
-"""The fairness metrics: numbers worked out by hand, properties, refusals, and the documentation
-that quotes them.
-"""
+"""The fairness metrics: numbers by hand, properties, refusals, and the documentation."""
 
 from __future__ import annotations
 

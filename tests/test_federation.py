@@ -1,4 +1,4 @@
-"""The federation: what it promises about its data, and what it refuses."""
+"""The federation: the properties of its data, and what it refuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from equipoise.federation import Federation, Split, split_samples
 
 
 def small(**changes: Any) -> Federation:
-    """Two clients in two groups; samples 0-2 train, 3 val, 4-5 test; sample 6 belongs to nobody."""
+    """Two clients in two groups; samples 0-2 train, 3 val, 4-5 test; sample 6 is not used."""
     parts: dict[str, Any] = {
         "x": torch.arange(14.0).reshape(7, 2),
         "y": torch.tensor([0, 1, 2, 0, 1, 2, 0]),
@@ -210,7 +210,7 @@ def test_fingerprint_depends_on_everything_but_names() -> None:
 
 
 def test_fingerprints_of_tensors_never_change() -> None:
-    """Runs on disk hold them, and are resumed only by the same federation."""
+    """Runs on disk store them, and are resumed only with the same federation."""
     x, y = torch.arange(24.0).view(8, 3), torch.arange(8) % 2
     groups = {"a": "one", "b": "two"}
     federation = Federation.from_arrays(x, y, clients=list("aaaabbbb"), groups=groups, unseen=["b"])
@@ -252,7 +252,7 @@ def test_samples_on_disk_are_checked_block_by_block(tmp_path: Path) -> None:
     x[4, 1] = torch.nan
     with pytest.raises(InputError, match="sample 4 of client 0 has NaN or infinity in x"):
         small(x=mapped(tmp_path / "x.npy", x))
-    # 40 MiB a row: each is a block of its own.
+    # 40 MiB per row: each is a separate block.
     large = torch.zeros(3, 10 << 20)
     large[2, -1] = torch.inf
     nobody = Split.from_lists([[]])
@@ -564,7 +564,7 @@ def test_labels_that_skip_0_are_warned_of():
     ):
         federation = Federation.from_arrays(x, y, clients=[0] * 6, name="mine")
     assert federation.classes == 4
-    # No warning where the number of classes is given, or where targets are no labels.
+    # No warning if the number of classes is given, or if targets are not labels.
     Federation.from_arrays(x, y, clients=[0] * 6, classes=4)
     Federation.from_arrays(x, y.astype(float), clients=[0] * 6, task="regression")
 

@@ -1,6 +1,4 @@
-"""Clusters from round to round: who keeps a cluster, what is sent, and what happens when clients
-come and go.
-"""
+"""Clusters from round to round: clients that keep theirs, what is sent, and new clients."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ def cohort_of(ids, key=0):
 
 
 def grouped(method, rounds):
-    """Cluster in one round after the other; gives the states."""
+    """Cluster in one round after the other; return the states."""
     state, states = State(0, {"w": torch.zeros(1)}), []
     for number, (ids, points) in enumerate(rounds):
         state = method.grouped(state, float64(points).unsqueeze(1), cohort_of(ids, number))
@@ -46,7 +44,7 @@ def test_absent_clients_keep_their_clusters_and_count_for_centres():
     )
     shared, each = method.send(second, cohort_of([2, 5, 7]))
     assert shared["centres"]["h"].flatten().tolist() == pytest.approx([1.05, 5.033333], rel=1e-6)
-    # Nobody knows client 5 yet.
+    # Client 5 is not known yet.
     assert each["cluster"].tolist() == [1, -1, 0]
 
 
@@ -56,8 +54,7 @@ def test_fewer_clients_than_clusters_and_clusters_without_members():
     assert two.notes["clusters"].tolist() == [0, 1]
     shared, _ = method.send(two, cohort_of([0, 1]))
     assert shared["centres"]["h"].flatten().tolist() == [1, 9]
-    # Both are in cluster 1 now. Cluster 0 is not sent, but its centre is kept, and so is its
-    # number.
+    # Both are in cluster 1 now. Cluster 0 is not sent, but its centre and its number are kept.
     assert moved.notes["clusters"].tolist() == [1, 1]
     shared, each = method.send(moved, cohort_of([0, 1]))
     assert shared["centres"]["h"].flatten().tolist() == [9.5]

@@ -1,4 +1,4 @@
-"""Methods, models and sources in files of one's own, from the command line and in other processes."""
+"""User-defined methods, models and sources in files, on the command line and in processes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ STUDY = {
 
 
 def python(code, *arguments, cwd):
-    """Run Python elsewhere; give its exit code and what it printed."""
+    """Run Python in another process; return its exit code and output."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, *arguments], cwd=cwd, capture_output=True, text=True
     )
@@ -96,7 +96,8 @@ def test_a_study_of_own_code_runs_in_processes_of_its_own(place):
     assert "halved" in printed
     show = """
 import sys, torch, equipoise
-print(torch.equal(*(equipoise.load(f"runs/{run}/seed0", trust=True).head.weight for run in sys.argv[1:])))
+runs = [equipoise.load(f"runs/{run}/seed0", trust=True) for run in sys.argv[1:]]
+print(torch.equal(*(run.head.weight for run in runs)))
 """
     # A quarter of the loss with four times the learning rate is plain training, to the last bit.
     assert python(show, "plain/fedavg", "faster/halved", cwd=place)[1] == "True\n"
@@ -127,9 +128,12 @@ def test_a_run_takes_own_code_along(place, tmp_path_factory):
     )
     code, _, errors = equipoise(*resume, "--trust", cwd=place)
     assert code == 0, errors
-    # Two runs with the same code can be looked at together.
+    # Two runs with the same code can be loaded together.
     shutil.copytree(elsewhere / "run", elsewhere / "copy")
-    load = f"import equipoise; [equipoise.load({str(elsewhere)!r} + '/' + run, trust=True) for run in ('run', 'copy')]"
+    load = (
+        f"import equipoise; [equipoise.load({str(elsewhere)!r} + '/' + run, trust=True) "
+        "for run in ('run', 'copy')]"
+    )
     assert python(load, cwd=place)[0] == 0
     assert "InputError: the run in" in python(load.replace("trust=True", ""), cwd=place)[2]
     (elsewhere / "copy" / "mine.py").write_text(OWN + "# changed")
@@ -166,7 +170,7 @@ HARMFUL = "import pathlib\npathlib.Path(__file__).with_name('executed').touch()\
 
 @pytest.fixture
 def strangers_run(tmp_path):
-    """Return a run directory whose code would leave a mark."""
+    """Return a run directory whose code would leave a trace."""
     train(data.load("digits"), rounds=1, out=tmp_path / "run", sections={"imports": ["harm.py"]})
     (tmp_path / "run" / "SHA256SUMS").unlink()
     (tmp_path / "run" / "harm.py").write_text(HARMFUL)
@@ -195,7 +199,7 @@ def test_code_of_a_run_directory_is_executed_on_ones_word(strangers_run, monkeyp
     monkeypatch.setattr(sys, "path", list(sys.path))
     load(strangers_run, trust=True)
     assert (strangers_run / "executed").exists()
-    # What is imported already is not executed again, so it needs no further word.
+    # Imported code is not executed again, so it needs no further consent.
     (strangers_run / "executed").unlink()
     load(strangers_run)
     assert not (strangers_run / "executed").exists()

@@ -1,4 +1,4 @@
-"""Losses for the whole task: their values, and that everything which reports a loss follows them."""
+"""Losses for the whole task: their values, and that all reported losses follow them."""
 
 from __future__ import annotations
 
@@ -91,9 +91,7 @@ def doubled(output, y):
 
 
 def test_a_run_follows_its_loss_from_training_to_the_summary(tmp_path):
-    """Twice the loss with half the learning rate is the same training; all losses that are reported
-    are twice as large.
-    """
+    """Twice the loss with half the learning rate: same training, reported losses are doubled."""
     how = {"model": "mlp", "rounds": 2, "machine": FLOAT64}
     plain = train(federation(), optimizer={"name": "sgd", "lr": 0.1}, **how)
     run = train(
@@ -121,9 +119,7 @@ def test_a_run_follows_its_loss_from_training_to_the_summary(tmp_path):
 
 @pytest.mark.parametrize("method", ["qffl", "afl", "gifair"])
 def test_what_methods_know_of_losses_follows_the_loss(method, monkeypatch):
-    """The reports of a round are the loss of the run on the clients' own samples, computed here by
-    hand.
-    """
+    """The reports of a round are the run's loss on the clients' samples, computed by hand."""
     seen = []
     original = StackedCohort.train
 
@@ -220,11 +216,12 @@ def test_a_registered_function_is_known_by_its_name():
         (3, "a function of outputs and targets that returns one value per sample, got 3"),
         (
             F.cross_entropy,
-            r"loss of task 'classification' has shape \(\) for 3 samples; valid: one value a sample",
+            r"loss of task 'classification' has shape \(\) for 3 samples; valid: one value per "
+            "sample",
         ),
         (
             lambda output, y: None,
-            "loss of task 'classification' is None for 3 samples; valid: one value a sample",
+            "loss of task 'classification' is None for 3 samples; valid: one value per sample",
         ),
         (
             lambda output, y: output @ y,

@@ -1,4 +1,4 @@
-"""Sums over a batch against NumPy, with anything at all in the padding."""
+"""Sums over a batch against NumPy, with arbitrary values in the padding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEPT = [True, False, True, True, False, True]
 
 
 def batch(*shape):
-    """Six rows, four of them samples, and what the samples are for NumPy."""
+    """Six rows, four of them samples, and the samples for NumPy."""
     values = torch.from_numpy(np.random.default_rng(0).normal(size=(6, *shape)))
     values[~torch.tensor(KEPT)] = 1e6
     return values, values.numpy()[KEPT]

@@ -1,4 +1,4 @@
-"""A million registered clients cost memory only for the cohort and for what clients remember."""
+"""A million registered clients need memory only for the cohort and for clients' memories."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ federation = Federation(
     classes=10,
 )
 run = train(
-    federation, method="scaffold", rounds={ROUNDS}, cohort={COHORT}, batch_size=5, evaluation=Evaluation(every=0),
+    federation, method="scaffold", rounds={ROUNDS}, cohort={COHORT}, batch_size=5,
+    evaluation=Evaluation(every=0),
     out=sys.argv[1],
 )
 print(json.dumps({{"peak": peak(), "rounds": run.summary["rounds"]}}))
@@ -69,8 +70,7 @@ def test_every_round_has_its_cohort_and_only_they_are_remembered(million):
     assert [row["cohort"] for row in rows_of(out, "rounds")] == [COHORT] * ROUNDS
     tensors, _ = load_tensors(out / "checkpoint.safetensors")
     who = tensors["memory/clients"]
-    # Three draws of a hundred among a million: two of them share a client about once in thirty
-    # runs, never more than a few.
+    # Three draws of a hundred out of a million: two share a client in about one of thirty runs.
     assert COHORT * ROUNDS - 3 <= len(who) <= COHORT * ROUNDS
     assert len(who.unique()) == len(who)
     assert all(
@@ -90,10 +90,10 @@ def test_what_is_moved_and_written_depends_on_the_cohort_alone(million):
     out, _ = million
     parameters = 64 * 64 + 64 + 64 * 10 + 10
     for row in rows_of(out, "rounds"):
-        # Down go the model and the server's control variate.
+        # Down: the model and the server's control variate.
         assert row["bytes_down"] == COHORT * 2 * 4 * parameters
     remembered = len(load_tensors(out / "checkpoint.safetensors")[0]["memory/clients"])
-    # Model, control variate, one control variate a client that took part, and a header.
+    # Model, control variate, one control variate per client that took part, and a header.
     assert (out / "checkpoint.safetensors").stat().st_size < (
         remembered + 2
     ) * 4 * parameters + 10_000

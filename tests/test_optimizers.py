@@ -1,6 +1,4 @@
-"""Stacked optimizers against ``torch.optim`` client by client, names and refusals, and schedules by
-hand.
-"""
+"""Stacked optimizers against ``torch.optim``, names and refusals, and schedules by hand."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def stack(clients, seed):
 
 
 def by_torch(name, options, start, gradients, lr):
-    """One client's path; ``lr`` may change from step to step."""
+    """One client's trajectory; ``lr`` may change from step to step."""
     leaves = [tensor.clone().requires_grad_() for tensor in start]
     optimizer = TORCH[name](leaves, lr=lr[0], **options)
     for rate, step in zip(lr, gradients, strict=True):
@@ -75,9 +73,7 @@ def test_stacked_steps_are_those_of_torch_optim(name, options, rates, recorded):
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_clients_that_have_finished_rest(name, options):
-    """Steps are given views of the first rows only, down to a single one that has lost its leading
-    axis.
-    """
+    """Steps get views of the first rows, down to a single one without a leading axis."""
     optimizer = optimizer_named(name, lr=0.05, **options)
     params = stack(3, 0)
     start = [tensor.clone() for tensor in params]

@@ -16,7 +16,7 @@ def federation():
     draws = torch.Generator().manual_seed(0)
     x = torch.randn(30, 16, generator=draws)
     y = torch.randint(3, (30,), generator=draws)
-    # Client 1 has class 2 alone.
+    # Client 1 has only class 2.
     clients = np.repeat([0, 1, 2], 10)
     y[10:20] = 2
     return Federation.from_arrays(x, y, clients=clients, classes=3)

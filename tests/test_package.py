@@ -1,6 +1,4 @@
-"""Which modules may import which: what methods and models are written in knows nothing of engines
-and runs.
-"""
+"""Which modules may import which: methods and models do not depend on engines and runs."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ ABOVE = (
 
 
 def imported_by(path):
-    """List what a module imports when it is itself imported: not inside functions, and not for type
-    checkers alone.
-    """
+    """List a module's imports at import time, without those in functions or for type checkers."""
     found = []
 
     def visit(statements):
@@ -88,9 +84,7 @@ def test_the_words_of_methods_and_models_know_nothing_of_engines(name):
 
 
 def test_no_module_imports_itself_in_a_circle():
-    """Packages count by their modules, and ``from package import name`` by the module that ``name``
-    is, if it is one.
-    """
+    """Resolve packages to modules, and ``from package import name`` to the module ``name``."""
     modules = {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
             ".__init__"

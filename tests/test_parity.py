@@ -1,4 +1,4 @@
-"""Rates by value, demographic parity and equalised odds: against fairlearn and against plain loops."""
+"""Rates by value, demographic parity and equalised odds, against fairlearn and loops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def drawn(samples, values, share):
 
 
 def counts(truth, predicted, values):
-    """Counts of each value, as a client makes them."""
+    """Counts of each value, as computed by a client."""
     found = {}
     for value in sorted(set(values)):
         t, p = truth[values == value], predicted[values == value]
@@ -94,8 +94,8 @@ def test_what_cannot_be_computed_is_none():
     alone = compare({"m": only})
     assert alone["values"]["m"]["tpr"] is None
     assert [alone[name] for name in FIGURES] == [None] * len(FIGURES)
-    # Nobody is selected: the difference is 0, and there is no ratio. One value has no positive
-    # target.
+    # Nothing is predicted positive: the difference is 0, and there is no ratio. One value has no
+    # positive target.
     both = compare({"f": {**only, "positives": 2, "negatives": 2}, "m": only})
     assert (both["demographic_parity_difference"], both["demographic_parity_ratio"]) == (0.0, None)
     assert both["equal_opportunity_difference"] is both["equalized_odds_difference"] is None

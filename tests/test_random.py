@@ -1,6 +1,4 @@
-"""Random numbers: the same bits everywhere, the right distributions, and no dependence on anybody
-else.
-"""
+"""Random numbers: the same bits everywhere, the right distributions, and independence."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from equipoise.random import (
 )
 
 MASK = (1 << 64) - 1
-# With fixed keys a test either always passes or always fails; one in a thousand is generous.
+# With fixed keys a test always passes or always fails; one in a thousand is generous.
 GENEROUS = 1e-3
 
 
@@ -64,7 +62,7 @@ def test_leading_integers_are_folded_before_the_first_tensor():
 
 
 def test_the_array_form_gives_the_same_bits():
-    """Small populations are ordered by hash, so their order shows every bit that matters."""
+    """Small populations are ordered by hash, so their order depends on every relevant bit."""
     key, population = 99, 300
     hashes = [
         splitmix((fold(key, 0) + (i - 1) * 0x9E3779B97F4A7C15) & MASK) for i in range(population)
@@ -90,9 +88,7 @@ def test_uniform_numbers_are_uniform_and_exact_in_float32():
 
 @pytest.mark.parametrize("bit", [0, 15, 16, 31, 47, 62, 63])
 def test_every_bit_is_balanced_and_neighbours_are_independent(bit):
-    """Pairs must not overlap, or they are no independent draws; over many keys p-values are then
-    uniform themselves.
-    """
+    """Pairs must not overlap, or draws are dependent; p-values over many keys are uniform."""
     hashes = fold_tensor(fold_tensor(0, torch.arange(200)).unsqueeze(1), torch.arange(8000))
     bits = ((hashes >> bit) & 1).view(200, 4000, 2)
     pairs = (2 * bits[..., 0] + bits[..., 1]).numpy()
@@ -197,9 +193,7 @@ def successive(weights, count):
     [([1, 2, 5], 1), ([1, 2, 5], 2), ([1, 2, 5], 3), ([4, 1, 1, 10], 2), ([1, 3, 200], 2)],
 )
 def test_choosing_by_weight_is_successive_sampling(weights, count):
-    """The last case needs more draws than are made at once, so that the exponential race decides
-    too.
-    """
+    """The last case needs more draws than one batch, so that the exponential race is used too."""
     trials = 12_000
     found = Counter(
         tuple(choose_by_weight(key, np.array(weights, float), count).tolist())

@@ -1,4 +1,4 @@
-"""Samples: what counts as such, and reading all of them in blocks."""
+"""Samples: what is accepted, and reading all of them in blocks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Real pictures, where they are at hand: MNIST in the usual four files, in ``EQUIPOISE_DATA/mnist``
-or beside the repository.
-"""
+"""Real images, if available: MNIST in ``EQUIPOISE_DATA/mnist`` or beside the repository."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ def idx(path):
 
 @pytest.fixture(scope="module")
 def digits():
-    """Forty clients of fifty pictures; those of the second group see them pale."""
+    """Forty clients with fifty images each; those of the second group are pale."""
     images, labels = (
         idx(IMAGES)[:2000].astype(np.float32) / 255,
         idx(LABELS)[:2000].astype(np.int64),

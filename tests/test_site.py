@@ -1,6 +1,4 @@
-"""The documentation as a site: every method has a page, tables are those of the registry, links
-hold.
-"""
+"""The documentation as a site: a page per method, tables from the registry, valid links."""
 
 from __future__ import annotations
 

@@ -50,9 +50,7 @@ def test_the_projection_leaves_its_input_alone():
 
 
 def violation(gram, weights, radius):
-    """How far weights are from optimal, where moving weight from one that may give to one that may
-    take never helps.
-    """
+    """How far weights are from optimal: the largest gain from moving weight between clients."""
     low = np.maximum(1 / len(gram) - radius, 0)
     high = np.minimum(1 / len(gram) + radius, 1)
     assert weights.sum() == pytest.approx(1, abs=1e-12)

@@ -1,4 +1,4 @@
-"""Studies: what they plan, that they redo nothing, and that their tables are right."""
+"""Studies: their plans, that nothing is repeated, and their tables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STUDY = {"base": BASE, "methods": ["fedavg", "local"], "seeds": [0, 1]}
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Another number of threads rounds differently, and these tests compare bits between processes."""
+    """Use one thread: these tests compare bits between processes, and threads change rounding."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -41,7 +41,7 @@ def one_thread():
 
 
 def score_by_hand(directory, *, model, metric, split="test"):
-    """Work a metric out from the rows of metrics.jsonl, in plain Python."""
+    """Compute a metric from the rows of metrics.jsonl, in plain Python."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     last = max(row["round"] for row in rows)
     wanted = (last, model, split, False)
@@ -65,9 +65,7 @@ def score_by_hand(directory, *, model, metric, split="test"):
 
 
 def unmarked(markdown):
-    """Return the lines of tables without the marks of the best, the second and those worse than the
-    best.
-    """
+    """Return the lines of tables without marks."""
     lines = markdown.splitlines()
     return [re.sub(r"\*\*|</?u>| †", "", line) if line.startswith("|") else line for line in lines]
 
@@ -229,7 +227,7 @@ def test_which_model_a_short_name_means():
     assert value_of(both, "groups.b") is None
     assert value_of(both, "bytes_up") == 7
     assert value_of(alone, "personal.mean") is None
-    # Local models are named, or not meant.
+    # Local models are named explicitly, or not used.
     trained = {
         "results": {**alone["results"], "local": {"seen": {"mean": 0.6, "groups": {"a": 0.7}}}}
     }
@@ -482,7 +480,7 @@ def test_two_at_a_time_give_the_same(tmp_path):
 
 
 def test_as_many_at_a_time_as_fill_the_cores(tmp_path, monkeypatch):
-    # One run: it is carried out here, whatever the machine.
+    # A single run is made in this process, whatever the machine.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     results, seen = outcomes(
         study_from({**STUDY, "methods": ["fedavg"], "seeds": [0]}), tmp_path, jobs=None
@@ -635,9 +633,7 @@ def test_a_damaged_summary_is_named_and_the_others_run(tmp_path, damage):
 
 
 def forget_validation(directory):
-    """Make a run's summary one of an earlier release, which said nothing of validation data and had
-    no checksums.
-    """
+    """Change a run's summary to that of an earlier release, without validation and checksums."""
     (directory / "SHA256SUMS").unlink()
     file = directory / "summary.json"
     file.write_text(
@@ -689,9 +685,7 @@ OWN = {"personal": {"seen": {"mean": 0.6}, "unseen": {"mean": 0.3}}}
 
 
 def results_of(study, *parts, score="accuracy"):
-    """Make results of what the runs of each method, in the study's order, would have said; None:
-    the run failed.
-    """
+    """Make results from given scores of each method's runs, in order; None for a failed run."""
     said = dict(zip(study.methods, parts, strict=True))
     whole = {job.path: said[job.method] for job in study.jobs}
     summaries = {
@@ -763,7 +757,7 @@ STYLES = "Valid: blurred, inverted, plain, rotated, textured"
 
 
 def write_silos(root, **groups):
-    """Write a directory a client: targets are the sum of the inputs and what the client adds to it."""
+    """Write a directory per client: targets are the sum of the inputs plus a client's offset."""
     random = np.random.default_rng(0)
     for group, added in groups.items():
         for number, more in enumerate(added):
@@ -1043,7 +1037,7 @@ def test_the_tolerance_is_of_losses_too():
 
 
 def test_the_first_method_is_the_measure_even_without_the_metric():
-    """Of FedAvg, which has no personal models, only the mean is needed."""
+    """Only the mean is needed for FedAvg, which has no personal models."""
     ditto = {"name": "ditto", "grid": {"lam": [0.5, 2]}}
     mapping = {"base": BASE, "methods": ["fedavg", ditto], "metrics": ["mean"]}
     mapping["tuning"] = {"by": "personal.sigma_clients"}
@@ -1345,7 +1339,10 @@ def test_means_over_folds_and_paired_differences_equal_what_the_runs_say(tmp_pat
         ) == pytest.approx((sum(pairs) / 6, deviation, deviation / 6**0.5, 6), abs=1e-12)
     lines = unmarked(results.markdown())
     assert "**plain left out: mean ± sample standard deviation (n - 1) over 2 seeds**" in lines
-    title = "**base: mean over left-out groups (plain, rotated, textured): mean ± sample standard deviation (n - 1) over 2 seeds**"
+    title = (
+        "**base: mean over left-out groups (plain, rotated, textured): mean ± sample standard "
+        "deviation (n - 1) over 2 seeds**"
+    )
     mean = lines.index(title)
     assert (
         lines[mean + 4]
@@ -1391,7 +1388,7 @@ def test_means_over_folds_and_paired_differences_equal_what_the_runs_say(tmp_pat
 
 
 def said(score, *, validation=0.5):
-    """Make a summary with one score of unseen clients, and one of seen clients on validation data."""
+    """Make a summary with a score of unseen clients and a validation score of seen clients."""
     of_seen = {"global": {"seen": {"mean": validation, "groups": {}}}}
     return {
         "score": "accuracy",

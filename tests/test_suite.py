@@ -1,4 +1,4 @@
-"""The test suite itself: what tests share is in modules of its own."""
+"""The test suite itself: shared code of tests is in separate modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def imports_of_tests(source):
 
 
 def test_no_module_imports_from_a_test_module():
-    ways = "import tests.data.test_files\nfrom tests.data.test_files import x\nfrom tests.data import test_files\n"
+    ways = (
+        "import tests.data.test_files\nfrom tests.data.test_files import x\n"
+        "from tests.data import test_files\n"
+    )
     assert imports_of_tests(ways + "from . import test_files\nfrom .test_files import x\n") == [
         1,
         2,

@@ -1,4 +1,4 @@
-"""Tutorials are carried out as they are written, with small copies of their data."""
+"""Tutorials run as written, with small copies of their data."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def experiment(number):
-    """Return one of the tutorial's YAML files, as short as possible."""
+    """Return one of the tutorial's YAML files, shortened as far as possible."""
     text = re.findall(r"```yaml\n(.*?)```", FIRST.read_text(), re.DOTALL)[number]
     given = yaml.safe_load(text)
     given.get("base", given)["training"]["rounds"] = 1

@@ -1,4 +1,4 @@
-"""The package as it is installed: what the wheel holds, and what it needs."""
+"""The installed package: the content of the wheel, and its dependencies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import equipoise
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-# What the extras install, as it is imported.
+# The modules that the extras install.
 EXTRAS = (
     "flwr",
     "transformers",
@@ -55,9 +55,7 @@ def run(*command, cwd, **environment):
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
-    """Build both distributions as ``make dist`` does, from a copy of the files that belong to the
-    project.
-    """
+    """Build both distributions like ``make dist``, from a copy of the project's files."""
     tree = tmp_path_factory.mktemp("tree")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)
@@ -70,9 +68,7 @@ def dist(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(dist, tmp_path_factory):
-    """The programs of a new environment with the wheel, in which the dependencies of this one are
-    found.
-    """
+    """The programs of a new environment with the wheel and this environment's dependencies."""
     place = tmp_path_factory.mktemp("environment") / "venv"
     run(sys.executable, "-m", "venv", place, cwd=place.parent)
     (wheel,) = dist.glob("*.whl")
@@ -145,14 +141,14 @@ def test_the_examples_of_the_readme_run_with_the_wheel(installed, tmp_path):
         "import doctest, sys; failed, tried = doctest.testfile('README.md', module_relative=False, "
         "optionflags=doctest.NORMALIZE_WHITESPACE); sys.exit(failed or tried < 5)"
     )
-    # Doctest looks files up from the directory of the program, which -c does not have.
+    # Doctest searches files from the directory of the program, which -c does not have.
     (tmp_path / "examples.py").write_text(program)
     run(installed / "python", "examples.py", cwd=tmp_path)
 
 
 @pytest.mark.slow
 def test_extras_are_imported_only_when_they_are_used():
-    """Everything that a run, a study, a report and the command line import by themselves."""
+    """All modules that a run, a study, a report and the command line import by default."""
     program = (
         "import sys\n"
         "class Refuse:\n"
@@ -184,7 +180,7 @@ def test_versions_and_licence_are_declared():
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
 def test_the_code_compiles_without_warnings(version):
-    """With the interpreters that are at hand; they need not have PyTorch."""
+    """With the available interpreters, which need not have PyTorch."""
     python = shutil.which(f"python{version}")
     if (
         python is None

@@ -1,4 +1,4 @@
-"""Methods around methods: what is passed on, how they are written, and what a run leaves of them."""
+"""Wrapped methods: what is passed on, how they are written, and their runs."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_losses_and_the_prior_by_hand():
 def test_bytes_asked_through_another_prior_are_counted():
     method, plain = build("sharpened", host="faa", power=2.0), build("faa")
     ours, theirs = (play(m, images(), batchnorm(), [[0, 3, 4]]).cohorts[0] for m in (method, plain))
-    # The wrapper changes the loss, so clients report what it adds.
+    # The wrapper changes the loss, so clients report the difference.
     assert (ours.bytes_up, ours.bytes_down) == (theirs.bytes_up + 8 * 3, theirs.bytes_down)
 
 
@@ -213,7 +213,7 @@ def test_the_table_of_methods_names_the_host():
         ({"name": "unchanged", "hots": "fedavg"}, "'hots'.*did you mean 'host'"),
         (
             {"name": "fedavg", "local": {"name": "twice", "inner": "fedadam"}},
-            "'fedadam' is no local",
+            "'fedadam' is not a local",
         ),
         (
             {"name": "fedavg", "local": "unchanged"},

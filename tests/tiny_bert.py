@@ -12,7 +12,7 @@ WIDTH = 16
 
 
 def write_bert(folder, *, seed=0, width=WIDTH, first_token=False):
-    """Write a BERT with random weights as sentence-transformers does; gives its directory."""
+    """Write a BERT with random weights like sentence-transformers; return its directory."""
     transformers = pytest.importorskip(
         "transformers", reason="transformers is not installed: equipoise[pretrained]"
     )

@@ -13,8 +13,7 @@ WIDTH, TOKEN_WIDTH = 6, 8
 
 
 def write_clip(folder, *, seed=1, longest=24, legacy=False, tokenizer=True, width=WIDTH):
-    """Write a CLIP with random weights, for images of 16 x 16, as transformers does; gives its
-    directory.
+    """Write a CLIP with random weights, for images of 16 x 16; return its directory.
 
     ``legacy`` writes the number of the end token that configurations had before transformers 4.31.
     """

@@ -7,9 +7,7 @@ import torch
 
 
 def write_encoder(folder, seed=0, width=8):
-    """Write a vision transformer with random weights, for images of 16 x 16, as transformers does;
-    gives its directory.
-    """
+    """Write a vision transformer with random weights, for 16 x 16 images; return its directory."""
     transformers = pytest.importorskip(
         "transformers", reason="transformers is not installed: equipoise[pretrained]"
     )

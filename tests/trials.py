@@ -1,6 +1,4 @@
-"""How many trials the long tests make: a tenth of the full number, or all of them (``make
-trials``).
-"""
+"""Number of trials of the long tests: a tenth, or all of them (``make trials``)."""
 
 from __future__ import annotations
 
@@ -8,6 +6,6 @@ import os
 
 
 def trials(full: int) -> int:
-    """Return how many of a full number of trials to make."""
+    """Return the number of trials to make of a full number."""
     share = float(os.environ.get("EQUIPOISE_TRIALS", "0.1"))
     return max(1, round(full * share))

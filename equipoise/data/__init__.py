@@ -1,8 +1,8 @@
 """Sources of data, the ways to divide them among clients, and the federations they make.
 
 A source is one file in this folder with a function ``recipe(*, seed, **options)`` that returns a
-`Source` and the partition it is usually divided by; `SOURCES` says where each is found. `register`
-adds sources of one's own.
+`Source` and its usual partition. `SOURCES` maps each name to its module. `register` adds
+user-defined sources.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ PARTITIONS: dict[str, type[Partition]] = {
 
 
 def register(recipe: R) -> R:
-    """Register a source under the name of its function; a decorator.
+    """Register a source under the name of its function. Use it as a decorator.
 
     Parameters
     ----------
     recipe : callable
-        Takes ``seed`` and options by keyword, with defaults and types, and returns a `Source` and
-        the partition it is usually divided by. It may return a `Federation` instead, which is used
-        as it is; then the options that divide samples (``partition``, ``splits``, ``unseen``,
-        ``leave_out``, ``test``, ``server_val``) are refused.
+        Takes ``seed`` and options as keyword arguments, with defaults and type annotations, and
+        returns a `Source` and its usual partition. It may return a `Federation` instead, which is
+        used unchanged; then the options that divide samples (``partition``, ``splits``,
+        ``unseen``, ``leave_out``, ``test``, ``server_val``) are refused.
 
     Returns
     -------
@@ -122,14 +122,14 @@ def recipe_of(name: str) -> Recipe:
 
 
 def make_partition(name: str, **options: Any) -> Partition:
-    """Make a partition from its name, as configuration files do.
+    """Create a partition by name, as in configuration files.
 
     Parameters
     ----------
     name : str
         One of `PARTITIONS`.
     **options
-        What that partition takes.
+        Parameters of that partition.
 
     Returns
     -------
@@ -169,16 +169,16 @@ def load(
         One of `SOURCES`.
     partition : Partition, mapping or str, optional
         How to divide the source: an object, ``{"name": "dirichlet", "clients": 20, "beta": 0.3}``,
-        or a bare name; the source's usual partition by default.
+        or a name. The default is the source's usual partition.
     splits, unseen, leave_out, test, server_val
         See `federate`.
     encode, encode_size
-        A pretrained image model whose embeddings take the place of the samples, and the size to
-        which images are resized before; see :func:`equipoise.data.encode.encode_federation`.
+        A pretrained image model whose embeddings replace the samples, and the size to which
+        images are resized first; see :func:`equipoise.data.encode.encode_federation`.
     seed : int
-        Decides everything that is drawn.
+        Seed of all random draws.
     **options
-        What the source takes, such as ``imbalance`` for the digits.
+        Options of the source, such as ``imbalance`` for the digits.
 
     Returns
     -------
@@ -226,20 +226,22 @@ def load(
 
 
 def _refuse_to_divide(given: Mapping[str, Any], name: str) -> None:
-    """Refuse options that divide samples if the recipe has returned a federation, which is divided already."""
+    """Refuse options that divide samples if the recipe has returned a federation."""
     usual = signature(load).parameters
     for option, value in given.items():
         if value != usual[option].default:
             raise InputError(
-                f"data.{option}={value!r} has no meaning for data {name!r}, whose recipe returns a "
-                "federation that is divided already; give the recipe an option of its own for it"
+                f"data.{option}={value!r} cannot be used with data {name!r}: its recipe returns a "
+                "federation, which is already divided; add an option to the recipe instead"
             )
 
 
 def _encoded(federation: Federation, encode: str | None, encode_size: int | None) -> Federation:
     if encode is None:
         if encode_size is not None:
-            raise InputError(f"data.encode_size={encode_size!r} has no meaning without data.encode")
+            raise InputError(
+                f"data.encode_size={encode_size!r} needs data.encode, which is not set"
+            )
         return federation
     from equipoise.data.encode import encode_federation
 
@@ -247,7 +249,7 @@ def _encoded(federation: Federation, encode: str | None, encode_size: int | None
 
 
 def _call(function: Any, options: Mapping[str, Any], where: str) -> Any:
-    """Call a function with options by name; unknown and missing options are named in an error."""
+    """Call a function with keyword options; raise an error that names unknown or missing ones."""
     known = signature(function).parameters
     for option in options:
         if option not in known:

@@ -1,4 +1,4 @@
-"""Adult (census income): people who earn more than 50,000 dollars a year or not, from the usual UCI files."""
+"""Adult (census income), from the UCI files: does a person earn more than 50,000 dollars a year?"""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ COLUMNS = (
     "hours-per-week",
     "native-country",
 )
-# Centre and scale are constants, so that a client with data of its own computes the same inputs as
-# all others.
+# Centre and scale are constants, so that a client with its own data computes the same inputs as all
+# others.
 NUMBERS: dict[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
     "age": lambda values: (values - 40) / 13,
     "education-num": lambda values: (values - 10) / 2.5,
@@ -43,9 +43,12 @@ NUMBERS: dict[str, Callable[[NDArray[np.float64]], NDArray[np.float64]]] = {
     "capital-gain": lambda values: np.log1p(values) / 3,
     "capital-loss": lambda values: np.log1p(values) / 3,
 }
-# One input for each of these values; all others, missing ones among them, have zeros.
+# One input for each of these values. Other values, including missing ones, are encoded as zeros.
 CATEGORIES = {
-    "workclass": "Private Self-emp-not-inc Self-emp-inc Federal-gov Local-gov State-gov Without-pay Never-worked",
+    "workclass": (
+        "Private Self-emp-not-inc Self-emp-inc Federal-gov Local-gov State-gov Without-pay "
+        "Never-worked"
+    ),
     "marital-status": (
         "Married-civ-spouse Divorced Never-married Separated Widowed Married-spouse-absent "
         "Married-AF-spouse"
@@ -80,26 +83,26 @@ def adult(
         The data directory, with ``adult.data`` and, if there are published test samples,
         ``adult.test`` in ``adult`` or directly in it.
     clients : tuple of str
-        The columns whose values make a client: by default everyone with the same employer and
-        occupation. The values of the first are the groups of clients.
+        People with the same values in these columns form a client; by default those with the same
+        type of employer and occupation. The values of the first column are the groups of clients.
     attributes : tuple of str
         The columns that are attributes of samples. Missing values are called "unknown".
     use_attributes : bool
-        Whether attributes are inputs of the model, too.
+        Whether attributes are also inputs of the model.
     min_samples : int
         Clients with fewer samples for training and validation are left out.
 
     Returns
     -------
     Source
-        One row a person, in float32; class 1 earns more than 50,000 dollars. Samples in
+        One row per person, in float32; class 1 earns more than 50,000 dollars. Samples in
         ``adult.test`` are for testing.
 
     Examples
     --------
     >>> adult(attributes=("gender",))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    equipoise.errors.InputError: unknown column 'gender' in attributes of data 'adult'. Valid: education, ...
+    equipoise.errors.InputError: unknown column 'gender' in attributes of data 'adult'. Valid: ...
     """
     categorical = [column for column in COLUMNS if column not in NUMBERS and column != "fnlwgt"]
     for option, listed in (("clients", clients), ("attributes", attributes)):
@@ -186,7 +189,7 @@ def _table(path: Path) -> NDArray[np.str_]:
         raise InputError(f"{path} is not a file of Adult: {error}") from error
     rows = []
     for number, line in enumerate(text.splitlines(), start=1):
-        # The test file begins with a remark, and both end with empty lines.
+        # The test file begins with a comment, and both files end with empty lines.
         if not line.strip() or line.startswith("|"):
             continue
         row = [value.strip().replace(MISSING, UNKNOWN) for value in line.split(",")]
@@ -204,7 +207,7 @@ def _table(path: Path) -> NDArray[np.str_]:
 
 
 def _inputs(rows: NDArray[np.str_], left_out: Sequence[str]) -> NDArray[np.float32]:
-    """Return the inputs of the model: scaled numbers, then zeros and ones for the values of each category."""
+    """Return the inputs of the model: scaled numbers, then the categories as indicators."""
     made = []
     for column, scaled in NUMBERS.items():
         values = rows[:, COLUMNS.index(column)]

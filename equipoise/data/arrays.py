@@ -1,4 +1,4 @@
-"""NumPy files: samples, labels and, if the data know it, the client of each sample."""
+"""NumPy files: samples, labels and optionally the client of each sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def arrays(
     classes: int | None = None,
     task: str = "classification",
 ) -> Source:
-    """Read samples from ``.npy`` files, in each of which a row belongs to a sample.
+    """Read samples from ``.npy`` files with one row per sample.
 
     Parameters
     ----------

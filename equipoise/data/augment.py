@@ -1,4 +1,7 @@
-"""Augmentation of image batches on the device, with random numbers that belong to client, step and sample."""
+"""Augmentation of image batches on the device.
+
+Random numbers depend on the client, the step and the sample only.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +20,28 @@ from equipoise.task import Task
 
 
 class Augmentation(Protocol):
-    """Something that changes training images at random."""
+    """A random transformation of training images."""
 
     def __call__(self, x: Tensor, keys: Tensor) -> Tensor:
-        """Change images ``[N, channels, height, width]`` with one key an image."""
+        """Transform images ``[N, channels, height, width]``, given one random key per image."""
 
 
 def moves_pixels(augmentation: Augmentation) -> bool | None:
-    """Say whether an augmentation moves pixels, so that a mask must be changed with its image.
+    """Return whether an augmentation moves pixels, so that a mask must be changed with its image.
 
-    An augmentation says so with its attribute ``moves_pixels``. If it does, it changes masks ``[N,
-    1, height, width]`` of whole numbers in the same way as images for the same keys.
+    An augmentation declares this with its attribute ``moves_pixels``. If it is true, the
+    augmentation changes integer masks ``[N, 1, height, width]`` in the same way as images with the
+    same keys.
 
     Parameters
     ----------
     augmentation : Augmentation
-        What changes images.
+        The augmentation.
 
     Returns
     -------
     bool or None
-        ``None`` if it does not say.
+        ``None`` if the attribute is missing.
 
     Examples
     --------
@@ -69,14 +73,14 @@ class Flip:
 
 @dataclass(frozen=True)
 class Crop:
-    """Pad an image with zeros on all sides and cut the original size out at a random place.
+    """Pad an image with zeros on all sides and crop it to its original size at a random position.
 
     In a mask, 0 is the background.
 
     Parameters
     ----------
     padding : int
-        Zeros on each side, in pixels.
+        Number of zeros added on each side.
 
     Examples
     --------
@@ -88,7 +92,7 @@ class Crop:
     moves_pixels = True
 
     def __post_init__(self) -> None:
-        """Refuse a padding that shifts nothing."""
+        """Refuse a padding below 1."""
         object.__setattr__(self, "padding", count(self.padding, "crop.padding"))
 
     def __call__(self, x: Tensor, keys: Tensor) -> Tensor:
@@ -105,11 +109,11 @@ class Crop:
 
 
 AUGMENTATIONS: dict[str, type[Any]] = {"flip": Flip, "crop": Crop}
-"""The augmentations that configuration files know by name."""
+"""The augmentations that configuration files can name."""
 
 
 def augmentation_to_plain(augmentation: Any) -> dict[str, Any]:
-    """Return an augmentation as the plain values a configuration file holds.
+    """Return an augmentation as plain values for a configuration file.
 
     Parameters
     ----------
@@ -131,7 +135,7 @@ def augmentation_to_plain(augmentation: Any) -> dict[str, Any]:
 
 
 def augmentation_from(plain: str | Mapping[str, Any]) -> Augmentation:
-    """Make an augmentation from its plain form.
+    """Create an augmentation from its plain form.
 
     Parameters
     ----------
@@ -163,7 +167,7 @@ def augmentation_from(plain: str | Mapping[str, Any]) -> Augmentation:
 def check_augmentations(
     augment: Iterable[Augmentation], shape: tuple[int, ...], task: Task
 ) -> None:
-    """Refuse samples that are no images, and augmentations that do not say whether masks move with images.
+    """Refuse samples that are not images, and augmentations without the ``moves_pixels`` they need.
 
     Parameters
     ----------
@@ -179,7 +183,8 @@ def check_augmentations(
     >>> check_augmentations((Flip(),), (3, 32, 32), Task())
     >>> check_augmentations((Flip(),), (64,), Task())
     Traceback (most recent call last):
-    equipoise.errors.InputError: training.augment: Flip needs images (channels, height, width), got samples of shape (64,)
+    equipoise.errors.InputError: training.augment: Flip needs images (channels, height, width), got
+    samples of shape (64,)
     """
     for augmentation in augment:
         if isinstance(augmentation, (Flip, Crop)) and len(shape) != 3:
@@ -189,7 +194,7 @@ def check_augmentations(
             )
         if task.spatial and moves_pixels(augmentation) is None:
             raise InputError(
-                f"training.augment: {type(augmentation).__name__} does not say whether it moves "
-                f"pixels, which decides whether the targets of a {task.name} change too; valid: a "
+                f"training.augment: {type(augmentation).__name__} does not declare whether it "
+                f"moves pixels, so that the targets of a {task.name} must change too; valid: a "
                 "class attribute moves_pixels = True or False"
             )

@@ -1,9 +1,9 @@
-"""Arrays on disk that are read as they are needed, and the directory in which they are kept between runs.
+"""Arrays on disk that are read when needed, and the directory that keeps them between runs.
 
-The cache directory is named by the environment variable ``EQUIPOISE_CACHE``; without it, it is
-``equipoise`` in the usual place for caches: ``$XDG_CACHE_HOME`` or ``~/.cache`` on Linux,
-``~/Library/Caches`` on macOS, ``%LOCALAPPDATA%`` on Windows. Everything in it can be made again, so
-it may be deleted at any time.
+The environment variable ``EQUIPOISE_CACHE`` sets the cache directory. The default is ``equipoise``
+in the user's cache directory: ``$XDG_CACHE_HOME`` or ``~/.cache`` on Linux, ``~/Library/Caches`` on
+macOS, ``%LOCALAPPDATA%`` on Windows. Everything in it can be recomputed, so it may be deleted at
+any time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from equipoise.errors import InputError, RunError
 
 try:
     import fcntl
-except ImportError:  # Windows has other locks.
+except ImportError:  # not available on Windows
     fcntl = None  # type: ignore[assignment]
 
 VARIABLE = "EQUIPOISE_CACHE"
 
-# What follows the values in a file: this mark, the time at which the file was written, in seconds,
-# and the digest.
+# A file ends with this mark, the time at which it was written, in seconds, and the digest.
 _MARK = b"equipoise mapped array 1"
 _END = struct.Struct(f"<{len(_MARK)}sQ32s")
 
@@ -69,11 +68,12 @@ def cache_directory() -> Path:
 
 
 class MappedArray:
-    """An array in a file, read row by row when it is indexed; implements :class:`equipoise.samples.Samples`.
+    """An array in a file, whose rows are read when it is indexed.
 
-    The file is a NumPy ``.npy`` file, followed by the time at which it was written and the SHA-256
-    of its content. Opening it reads nothing else, unless the file has another modification time:
-    then its whole content is compared with the SHA-256.
+    It implements :class:`equipoise.samples.Samples`. The file is a NumPy ``.npy`` file, followed by
+    the time at which it was written and the SHA-256 of its content. Opening it reads only these,
+    unless the modification time of the file differs from the stored time: then the whole content
+    is compared with the SHA-256.
 
     Parameters
     ----------
@@ -89,7 +89,8 @@ class MappedArray:
     --------
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "squares.npy"
-    >>> squares = MappedArray.write(path, (4,), torch.int64, [torch.tensor([0, 1]), torch.tensor([4, 9])])
+    >>> blocks = [torch.tensor([0, 1]), torch.tensor([4, 9])]
+    >>> squares = MappedArray.write(path, (4,), torch.int64, blocks)
     >>> squares[torch.tensor([3, 1])]
     tensor([9, 1])
     >>> len(squares), squares.dtype, squares.digest == MappedArray(path).digest
@@ -109,10 +110,10 @@ class MappedArray:
     def write(
         cls, path: str | Path, shape: tuple[int, ...], dtype: torch.dtype, blocks: Iterable[Tensor]
     ) -> MappedArray:
-        """Write an array, a block of rows at a time.
+        """Write an array, one block of rows at a time.
 
-        The file appears under its name when it is complete; until then a file that was there before
-        stays as it is.
+        The file is written under a temporary name and renamed when it is complete. Until then an
+        existing file stays unchanged.
 
         Parameters
         ----------
@@ -134,7 +135,8 @@ class MappedArray:
         --------
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "rows.npy"
-        >>> MappedArray.write(path, (3, 2), torch.float32, (torch.full((1, 2), float(i)) for i in range(3)))[1:]
+        >>> rows = (torch.full((1, 2), float(i)) for i in range(3))
+        >>> MappedArray.write(path, (3, 2), torch.float32, rows)[1:]
         tensor([[1., 1.],
                 [2., 2.]])
         """
@@ -189,31 +191,30 @@ class MappedArray:
         return f"MappedArray({str(self.path)!r}, shape={self.shape}, dtype={self.dtype})"
 
     def __reduce__(self) -> tuple[type[MappedArray], tuple[Path]]:
-        """Pickle the path, so that another process opens the file itself."""
+        """Pickle only the path; another process opens the file itself."""
         return MappedArray, (self.path.absolute(),)
 
 
 def cached(
     key: str, shape: tuple[int, ...], dtype: torch.dtype, blocks: Callable[[], Iterator[Tensor]]
 ) -> MappedArray:
-    """Return an array from the cache directory, or make it and keep it there.
+    """Return an array from the cache directory, or compute it and store it there.
 
-    An entry that is truncated or damaged, or that has another shape or type, is made again. Of
-    several processes that want the same array at once, one makes it and the others wait, where the
-    file system has locks; elsewhere each makes it, and the last to finish replaces the others'
-    equal files.
+    An entry that is truncated, damaged, or of another shape or type is computed again. If several
+    processes need the same array at once, one computes it and the others wait, provided that the
+    file system has locks. Otherwise each process computes it, and the last one replaces the equal
+    files of the others.
 
     Parameters
     ----------
     key : str
-        A hash, in hexadecimal digits, of everything the content depends on.
+        A hash, in hexadecimal digits, of everything that the content depends on.
     shape : tuple of int
         The shape of the whole array.
     dtype : torch.dtype
         The type of all values.
     blocks : callable
-        Makes the content: returns an iterator over blocks of rows, in order. Only called if there
-        is no entry yet.
+        Returns an iterator over the blocks of rows, in order. Only called if there is no entry yet.
 
     Returns
     -------
@@ -257,7 +258,7 @@ def cached(
 
 
 def _open(path: Path) -> tuple[NDArray[Any], str]:
-    """Map a file into memory and return it with its digest; ValueError if it is not what was written."""
+    """Map a file into memory and return it with its digest; ValueError if it is damaged."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         file.seek(max(0, status.st_size - _END.size))
@@ -275,7 +276,7 @@ def _open(path: Path) -> tuple[NDArray[Any], str]:
 
 
 def _digest(file: IO[bytes], size: int) -> bytes:
-    """Return the SHA-256 of the next so many bytes of a file."""
+    """Return the SHA-256 of the next ``size`` bytes of a file."""
     digest = hashlib.sha256()
     while size and (piece := file.read(min(size, 1 << 20))):
         digest.update(piece)
@@ -284,7 +285,7 @@ def _digest(file: IO[bytes], size: int) -> bytes:
 
 
 def _head(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
-    """Return the beginning of a ``.npy`` file, version 2.0; the same for every version of NumPy."""
+    """Return the header of a ``.npy`` file, version 2.0; it does not depend on NumPy's version."""
     try:
         numpy_type = torch.empty(0, dtype=dtype).numpy().dtype
     except TypeError as error:
@@ -294,7 +295,7 @@ def _head(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
     sizes = tuple(int(size) for size in shape)
     text = f"{{'descr': {numpy_type.str!r}, 'fortran_order': False, 'shape': {sizes!r}, }}"
     magic = b"\x93NUMPY\x02\x00"
-    # Spaces fill it up to a multiple of 64 bytes, so that values are aligned.
+    # Pad it with spaces to a multiple of 64 bytes, so that values are aligned.
     padding = -(len(magic) + 4 + len(text) + 1) % 64
     return (
         magic + struct.pack("<I", len(text) + padding + 1) + text.encode() + b" " * padding + b"\n"
@@ -323,7 +324,7 @@ def _values(
 
 @contextmanager
 def _naming_failures(path: Path) -> Iterator[None]:
-    """Turn an error of the file system into one that names the file, and in the cache how to choose another directory."""
+    """Turn an OSError into an error that names the file and, for the cache, the variable to set."""
     try:
         yield
     except OSError as error:
@@ -337,7 +338,7 @@ def _naming_failures(path: Path) -> Iterator[None]:
 
 
 def _intact(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> MappedArray | None:
-    """Open an entry of the cache if it is there and what is wanted."""
+    """Open an entry of the cache if it exists and has this shape and type."""
     try:
         found = MappedArray(path)
     except InputError:
@@ -347,7 +348,7 @@ def _intact(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> MappedArr
 
 @contextmanager
 def _one_at_a_time(path: Path) -> Iterator[bool]:
-    """Wait until no other process is making the same entry; say whether that can be known here."""
+    """Wait until no other process computes the same entry; yield whether locks are available."""
     if fcntl is None:
         yield False
         return
@@ -361,6 +362,5 @@ def _one_at_a_time(path: Path) -> Iterator[bool]:
             yield False
             return
         yield True
-        # Where the entry has been made, a process that holds a lock on the removed file makes
-        # nothing.
+        # A process that still waits for a lock on the removed file finds the complete entry.
         lock.unlink(missing_ok=True)

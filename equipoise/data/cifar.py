@@ -1,8 +1,8 @@
-"""CIFAR-10 and CIFAR-100: 60,000 colour images of 32 by 32 pixels, from the "python version" of the release.
+"""CIFAR-10 and CIFAR-100: 60,000 colour images of 32 by 32 pixels.
 
-Its files are pickles. A pickle can run any code when it is opened, so these are read by
-`equipoise.data.pickles`, which knows arrays, text, numbers, lists and dictionaries and calls
-nothing.
+They are read from the "python version" of the release, whose files are pickles. A pickle can run
+any code when it is loaded, so these are read by `equipoise.data.pickles`, which supports arrays,
+text, numbers, lists and dictionaries and calls no functions.
 """
 
 from __future__ import annotations
@@ -83,19 +83,19 @@ def cifar(
     Parameters
     ----------
     classes : {10, 100}
-        Which of the two; the 100 are the fine labels.
+        Which of the two datasets to read. CIFAR-100 has its fine labels.
     root : str, optional
         The data directory, with the release's folder ``cifar-10-batches-py`` or
-        ``cifar-100-python`` in it, perhaps inside ``cifar10`` or ``cifar100``; see
+        ``cifar-100-python`` in it or inside ``cifar10`` or ``cifar100``; see
         `equipoise.data.files`.
     portion : {"all", "train", "test"}
-        Which of the two published portions to read. Clients make their own splits, so the two are
-        put together unless asked otherwise, the 50,000 for training first.
+        Which published portion to read. Clients make their own splits, so by default the two
+        portions are concatenated, the 50,000 training images first.
     standardize : bool
         Subtract the mean of each colour and divide by its standard deviation (`COLOURS`), as is
-        usual; without it pixels run from 0 to 1.
+        usual. Otherwise pixels range from 0 to 1.
     download : bool
-        Get the files (170 MB) if they are not there.
+        Download the files (170 MB) if they are missing.
 
     Returns
     -------
@@ -147,7 +147,7 @@ def recipe(
     standardize: bool = True,
     download: bool = False,
 ) -> tuple[Source, Dirichlet]:
-    """Return CIFAR and its usual partition: 100 clients with label skew, Dirichlet with concentration 0.1.
+    """Return CIFAR and its usual partition: 100 clients, Dirichlet with concentration 0.1.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ def recipe(
 
 
 def read_pickle(path: Path) -> Any:
-    """Read a pickle of arrays, text, numbers, lists and dictionaries, and refuse one that asks for anything else.
+    """Read a pickle of arrays, text, numbers, lists and dictionaries; refuse anything else.
 
     Parameters
     ----------
@@ -216,8 +216,8 @@ def _batch(path: Path, classes: int) -> tuple[NDArray[np.uint8], NDArray[np.int6
             f"{LABELS[classes].decode()}"
         )
     images, labels = batch[b"data"], batch[LABELS[classes]]
-    # Not before it is known that a list holds numbers: lists of lists may stand for more values
-    # than fit into memory.
+    # First check that the list holds numbers: nested lists may expand to more values than fit into
+    # memory.
     if isinstance(labels, list) and all(type(label) is int for label in labels):
         labels = np.array(labels, np.int64)
     if (
@@ -235,7 +235,7 @@ def _batch(path: Path, classes: int) -> tuple[NDArray[np.uint8], NDArray[np.int6
     ):
         given = f"{labels.size} labels" if isinstance(labels, np.ndarray) else "labels that are not"
         raise InputError(
-            f"{path} must hold one whole number a label: {len(images)} images, {given}"
+            f"{path} must hold one whole number per label: {len(images)} images, {given}"
         )
     if labels.size and not 0 <= labels.min() <= labels.max() < classes:
         raise InputError(

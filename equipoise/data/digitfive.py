@@ -1,27 +1,27 @@
 """Digit-Five: digits in five domains, from black handwriting to photographs of house numbers.
 
-=========  =============================================
-============================================================== domain     what
-files in the data directory =========  =============================================
-============================================================== mnist      MNIST
-``mnist/`` as for the source ``mnist`` usps       USPS
-``usps/usps.h5``, or ``usps/usps.bz2`` and ``usps/usps.t.bz2``
-                                                          in LIBSVM's format
-synth      SynthDigits                                    ``synth/synth_train_32x32.mat`` and
-``synth_test_32x32.mat`` mnistm     MNIST-M
-``mnist_m/mnist_m_train.npz`` and ``mnist_m_test.npz``, with
-                                                          the arrays ``x`` [N, 32, 32, 3] of bytes
-                                                          and ``y``
-svhn       Street View House Numbers, cropped digits      ``svhn/train_32x32.mat`` and
-``svhn/test_32x32.mat`` fonts      digits drawn with fonts, a stand-in for synth  none; see
-`equipoise.data.fonts` inverted   digits of EMNIST with inverted colours, a      ``emnist/`` as for
-the source ``emnist``
-           stand-in for svhn
-=========  =============================================
-==============================================================
+========  =============================  ======================================================
+domain    images                         files in the data directory
+========  =============================  ======================================================
+mnist     MNIST                          ``mnist/`` as for the source ``mnist``
+usps      USPS                           ``usps/usps.h5``; or ``usps/usps.bz2`` and
+                                         ``usps/usps.t.bz2`` in LIBSVM's format
+synth     SynthDigits                    ``synth/synth_train_32x32.mat`` and
+                                         ``synth/synth_test_32x32.mat``
+mnistm    MNIST-M                        ``mnist_m/mnist_m_train.npz`` and
+                                         ``mnist_m/mnist_m_test.npz``, with the arrays ``x``
+                                         [N, 32, 32, 3] of bytes and ``y``
+svhn      Street View House Numbers,     ``svhn/train_32x32.mat`` and ``svhn/test_32x32.mat``
+          cropped digits
+fonts     digits drawn with fonts,       none; see `equipoise.data.fonts`
+          a substitute for synth
+inverted  digits of EMNIST with          ``emnist/`` as for the source ``emnist``
+          inverted colours,
+          a substitute for svhn
+========  =============================  ======================================================
 
-The two stand-ins are domains with names of their own, so that no table can take them for the
-original ones.
+The two substitutes have names of their own, so that results cannot be mistaken for those of the
+original domains.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DOMAINS = ("mnist", "usps", "synth", "mnistm", "svhn")
 """The five domains, in FedGCR's order."""
 
 RATIOS = {(5, 5): 1.5, (5, 10): 1.8}
-"""FedGCR's rho for a number of domains and a factor of imbalance; others follow from the factor."""
+"""FedGCR's rho by number of domains and imbalance factor; others are computed from the factor."""
 
 # The images of a domain that has no published test set are divided four to one.
 _TEST_SHARE = 0.2
@@ -75,7 +75,7 @@ def digitfive(
     test_images: int | None = 1860,
     seed: int = 0,
 ) -> Source:
-    """Read digits of several domains, which are the groups.
+    """Read digits of several domains. The domains are the groups.
 
     Parameters
     ----------
@@ -86,24 +86,24 @@ def digitfive(
     size : int
         Height and width of the images, to which all are resized (bilinear).
     train_images, test_images : int, optional
-        How many images of a domain's training and test set to keep at most, drawn at random; None
-        keeps all. The defaults are those of FedBN's and FedGCR's Digit-Five.
+        Maximum number of images of a domain's training and test set, drawn at random; None keeps
+        all. The defaults are those of FedBN's and FedGCR's Digit-Five.
     seed : int
-        Decides which images are kept, and how those of fonts look.
+        Seed for the choice of images and for drawing those of fonts.
 
     Returns
     -------
     Source
         Bytes of shape [N, 3, size, size] from 0 to 255, domain after domain, each with its training
-        images first. All clients of a domain are tested on its test images unless said otherwise
+        images first. By default all clients of a domain are tested on its test images
         (``test_of``).
 
     Examples
     --------
     >>> digitfive(domains=["mnist", "svnh"])
     Traceback (most recent call last):
-    equipoise.errors.InputError: unknown domain 'svnh' in data 'digitfive'; did you mean 'svhn'? Valid: fonts, inverted,
-    mnist, mnistm, svhn, synth, usps
+    equipoise.errors.InputError: unknown domain 'svnh' in data 'digitfive'; did you mean 'svhn'?
+    Valid: fonts, inverted, mnist, mnistm, svhn, synth, usps
     """
     size = count(size, "size of data 'digitfive'")
     limits = [
@@ -156,15 +156,15 @@ def recipe(
     Parameters
     ----------
     seed : int
-        Decides which images are kept.
+        Seed for the choice of images.
     root, domains, size, train_images, test_images
         See `digitfive`.
     dif : float
         How many times more clients and images the first domain has than the last; 1 means equal
         domains of two clients.
     largest : int
-        How many images for training the clients of the first domain hold together; with ``dif=1``
-        those of each domain hold half as many.
+        Total number of training images of the clients of the first domain; with ``dif=1`` the
+        clients of each domain hold half as many.
 
     Returns
     -------
@@ -187,7 +187,7 @@ def recipe(
 
 
 class _Wanted(NamedTuple):
-    """What readers must know: the data directory, the seed, and the most images of each portion."""
+    """Arguments of the readers: data directory, seed, and maximum number of images per portion."""
 
     root: str | None
     seed: int
@@ -262,7 +262,10 @@ def _read_svhn(wanted: _Wanted) -> tuple[_Portion, _Portion]:
 
 
 def _matlab(path: Path) -> _Portion:
-    """Read images X [32, 32, 3, N] and labels y [N, 1] from a MATLAB file; SVHN calls the digit 0 ten."""
+    """Read images X [32, 32, 3, N] and labels y [N, 1] from a MATLAB file.
+
+    The label of the digit 0 is 10 in SVHN.
+    """
     from scipy.io import loadmat
 
     try:
@@ -292,7 +295,7 @@ def _arrays(path: Path) -> _Portion:
 def _read_fonts(wanted: _Wanted) -> tuple[_Portion, _Portion]:
     if wanted.train is None or wanted.test is None:
         raise InputError(
-            "domain 'fonts' of data 'digitfive' has no end; say train_images and test_images"
+            "domain 'fonts' of data 'digitfive' has no fixed size; set train_images and test_images"
         )
     images, labels = font_digits(wanted.train + wanted.test, seed=wanted.seed)
     return _Portion(images[: wanted.train], labels[: wanted.train]), _Portion(
@@ -337,7 +340,7 @@ def _bytes(values: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def _checked(images: NDArray[Any], labels: NDArray[Any], path: Path) -> _Portion:
-    """Refuse files that hold anything but digits."""
+    """Return images and labels; refuse those that are not digits."""
     if images.dtype != np.uint8 or not (
         images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)
     ):
@@ -353,7 +356,7 @@ def _checked(images: NDArray[Any], labels: NDArray[Any], path: Path) -> _Portion
 
 
 def _resized(images: NDArray[np.uint8], size: int) -> Tensor:
-    """Return images as RGB of one size, [N, 3, size, size]; grey images have three equal channels."""
+    """Return RGB images [N, 3, size, size]; grey images get three equal channels."""
     whole = torch.from_numpy(np.ascontiguousarray(images))
     whole = whole.unsqueeze(1) if whole.dim() == 3 else whole.permute(0, 3, 1, 2)
     if whole.shape[-2:] != (size, size):

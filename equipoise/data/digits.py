@@ -1,10 +1,10 @@
-"""The embedded data: 1,797 real handwritten digits of 8 by 8 pixels, in five styles of growing difficulty.
+"""The embedded data: 1,797 handwritten digits of 8 by 8 pixels, in five styles.
 
-Every image is given to exactly one style, so that no image can be trained on in one style and
-tested in another.
+The styles are ordered by difficulty. Every image has exactly one style, so no image is used for
+training in one style and for testing in another.
 
 ========  =====================================================================
-style     what is done to an image with pixels x from 0 to 1
+style     transformation of an image with pixels x from 0 to 1
 ========  =====================================================================
 plain     nothing
 blurred   averaged with its neighbours (weights 1 2 1 in each direction)
@@ -53,15 +53,16 @@ STYLES: dict[str, Callable[[Images, np.random.Generator], Images]] = {
 
 
 def digits(*, imbalance: float | None = None, seed: int = 0) -> Source:
-    """Return the embedded digits, each in one of five styles, which are the groups.
+    """Return the embedded digits in five styles. The styles are the groups.
 
     Parameters
     ----------
     imbalance : float, optional
-        How many times more images the first style has than the last, falling by the same ratio from
-        style to style; equal shares by default. All images are used either way.
+        Ratio of the number of images of the first style to that of the last. The numbers fall by
+        the same ratio from style to style. By default all styles have equally many images. All
+        images are used in any case.
     seed : int
-        Decides which image gets which style.
+        Seed for assigning images to styles.
 
     Returns
     -------
@@ -99,15 +100,15 @@ def digits(*, imbalance: float | None = None, seed: int = 0) -> Source:
 
 
 def recipe(*, seed: int, imbalance: float | None = 10.0) -> tuple[Source, ByGroup]:
-    """Return the digits and their usual partition: by style, rare styles with fewer clients and fewer images.
+    """Return the digits and their usual partition: by style, with fewer clients for rare styles.
 
     Parameters
     ----------
     seed : int
-        Decides which image gets which style.
+        Seed for assigning images to styles.
     imbalance : float, optional
-        How many times more images and clients the first style has than the last; None is the same
-        as 1.
+        Ratio of the numbers of images and of clients of the first style to those of the last; None
+        is the same as 1.
 
     Returns
     -------

@@ -23,7 +23,7 @@ from urllib.request import urlopen
 from equipoise.data.progress import progress
 from equipoise.errors import RunError
 
-# Seconds without a single byte after which a connection counts as broken.
+# Timeout in seconds: a connection that sends no byte for this long is given up.
 _PATIENCE = 60
 _PIECE = 1 << 20
 
@@ -35,14 +35,14 @@ class Archive:
     Parameters
     ----------
     url : str
-        Where it is.
+        Its address.
     sha256 : str
-        What its SHA-256 must be, in hexadecimal digits.
+        Its SHA-256, in hexadecimal digits.
     folder : str
-        Where in the data directory its files belong.
+        The folder of its files in the data directory.
     members : tuple of str
-        What to take out of a tar or zip archive, each put into ``folder`` under the last part of
-        its name. Without any, the file itself is what is wanted.
+        The members to extract from a tar or zip archive. Each is put into ``folder`` under the
+        last part of its name. If empty, the file itself is stored.
 
     Examples
     --------
@@ -67,15 +67,15 @@ def fetch(archive: Archive, home: Path) -> None:
     Parameters
     ----------
     archive : Archive
-        What to get.
+        The archive to download.
     home : Path
-        The data directory; it is made if it is not there.
+        The data directory. It is created if it does not exist.
 
     Raises
     ------
     RunError
-        If the address does not answer, the connection breaks, or what came is not what was
-        published. The data directory is then as it was.
+        If the download fails or the content differs from the published one. The data directory is
+        then unchanged.
 
     Examples
     --------
@@ -113,7 +113,7 @@ def fetch(archive: Archive, home: Path) -> None:
 
 
 def _receive(archive: Archive, path: Path) -> None:
-    """Download to a file, and refuse incomplete or different content."""
+    """Download to a file; refuse incomplete or different content."""
     digest, size = hashlib.sha256(), 0
     with urlopen(archive.url, timeout=_PATIENCE) as answer, path.open("wb") as file:
         promised = int(answer.headers.get("Content-Length") or 0)
@@ -160,7 +160,7 @@ def _opened(path: Path) -> Iterator[Callable[[str], IO[bytes]]]:
         def open_member(name: str) -> IO[bytes]:
             content = tape.extractfile(name)
             if content is None:
-                raise KeyError(f"{name!r} in {path.name} is no file")
+                raise KeyError(f"{name!r} in {path.name} is not a file")
             return content
 
         yield open_member

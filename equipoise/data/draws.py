@@ -1,4 +1,4 @@
-"""Random numbers of the data layer: one generator for each seed and purpose, none of them global."""
+"""Random numbers for data: one generator for each seed and purpose, and no global one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from equipoise.checks import count
 
 
 def generator(seed: int, purpose: str) -> np.random.Generator:
-    """Make the generator that draws for one purpose, so that two purposes never share their numbers.
+    """Return the random generator for one purpose.
+
+    Different purposes get independent random numbers.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Ellipses: small synthetic images for segmentation, with intensities that depend on the site."""
+"""Ellipses: small synthetic images for segmentation, whose intensities depend on the site."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from equipoise.errors import InputError
 def ellipses(
     *, sites: int = 4, images: int = 60, size: int = 32, empty: float = 0.0, seed: int = 0
 ) -> Source:
-    """Draw images of one ellipse each, which is what must be found.
+    """Draw images of one ellipse each, which is to be segmented.
 
-    An ellipse has a random place, angle and half axes of an eighth to a third of the image's size.
-    Pixels are 1 inside and 0 outside, plus normal noise of deviation 0.3. Sites differ as scanners
-    do. Each adds a shade that grows from left to right (by −0.5 at the first site to 0.5 at the
-    last), multiplies its images by a gain (0.5 to 2), and adds a level (−1 to 1, in another order
-    of sites).
+    An ellipse has a random position, a random angle and half axes of an eighth to a third of the
+    image's size. Pixels are 1 inside and 0 outside, plus normal noise of standard deviation 0.3.
+    Sites differ as scanners do: each adds a shade that grows linearly from left to right (by −0.5
+    at the first site to 0.5 at the last), multiplies its images by a gain (0.5 to 2), and adds a
+    level (−1 to 1, in another order of sites).
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def ellipses(
     empty : float
         Share of images without an ellipse.
     seed : int
-        Decides everything that is drawn.
+        Seed of all random draws.
 
     Returns
     -------
@@ -57,7 +57,7 @@ def ellipses(
     draws = generator(seed, "ellipses")
     total = sites * images
     down, across = np.indices((size, size)) / size
-    # One number an image, to be combined with every pixel.
+    # One number per image, to be combined with every pixel.
     ranges = ((0.3, 0.7), (0.3, 0.7), (0, np.pi), (1 / 8, 1 / 3), (1 / 8, 1 / 3), (0, 1))
     top, left, angle, long, short, chance = (
         draws.uniform(low, high, (total, 1, 1)) for low, high in ranges
@@ -85,12 +85,12 @@ def ellipses(
 def recipe(
     *, seed: int, sites: int = 4, images: int = 60, size: int = 32, empty: float = 0.0
 ) -> tuple[Source, Natural]:
-    """Return the ellipses and their usual partition, one client a site.
+    """Return the ellipses and their usual partition, one client per site.
 
     Parameters
     ----------
     seed : int
-        Decides everything that is drawn.
+        Seed of all random draws.
     sites, images, size, empty
         See `ellipses`.
 

@@ -1,7 +1,7 @@
 """EMNIST ByClass: handwritten digits, capital and lowercase letters in 62 classes.
 
 Labels follow `CHARACTERS`: 0 to 9, then A to Z, then a to z. The files of the original release hold
-every image with its rows and columns exchanged; here all images are upright.
+transposed images; here all images are upright.
 """
 
 from __future__ import annotations
@@ -47,16 +47,15 @@ def emnist(
     ----------
     root : str, optional
         The data directory, with the files in ``emnist``, ``emnist/gzip``, ``EMNIST/raw`` or
-        directly in it: the four of the release (`RELEASE`) or one pair of upright images
+        directly in it: the four files of the release (`RELEASE`) or one pair with upright images
         (`UPRIGHT`).
     characters : str, optional
         Which classes to keep, such as ``"abcdefghij"``; their labels become 0, 1, ... in this
         order.
     transposed : bool, optional
-        Whether the files hold images with rows and columns exchanged. By default those of the
-        release do.
+        Whether the images in the files are transposed. By default those of the release are.
     download : bool
-        Get the files of the release (562 MB) if there are none.
+        Download the files of the release (562 MB) if they are missing.
 
     Returns
     -------
@@ -67,7 +66,7 @@ def emnist(
     --------
     >>> emnist(characters="ab!")
     Traceback (most recent call last):
-    equipoise.errors.InputError: characters='ab!' of data 'emnist' must be different ones of 0-9A-Za-z
+    equipoise.errors.InputError: characters='ab!' of data 'emnist' must be distinct, from 0-9A-Za-z
     """
     kept = _classes(characters)
     paths = data_files(
@@ -106,7 +105,9 @@ def recipe(
     scale: float = 1.0,
     download: bool = False,
 ) -> tuple[Source, Skewed | ThreeGroups]:
-    """Return EMNIST and its usual partition: `ThreeGroups` for all characters, `Skewed` for a choice of them.
+    """Return EMNIST and its usual partition.
+
+    It is `ThreeGroups` for all characters and `Skewed` for a subset.
 
     Parameters
     ----------
@@ -115,7 +116,7 @@ def recipe(
     root, characters, transposed, download
         See `emnist`. GIFAIR's Skewed keeps ``"abcdefghij"``.
     scale : float
-        Images a client, as a factor of the paper's.
+        Images per client, as a factor of the paper's.
 
     Returns
     -------
@@ -139,6 +140,6 @@ def _classes(characters: str | None) -> list[int]:
     ]
     if not kept or -1 in kept or len(set(kept)) < len(kept):
         raise InputError(
-            f"characters={characters!r} of data 'emnist' must be different ones of 0-9A-Za-z"
+            f"characters={characters!r} of data 'emnist' must be distinct, from 0-9A-Za-z"
         )
     return kept

@@ -1,4 +1,4 @@
-"""Samples encoded by a frozen model: computed once, and kept in the cache directory."""
+"""Samples encoded by a frozen model: computed once and stored in the cache directory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from equipoise.federation import Federation
 from equipoise.samples import Samples
 from equipoise.tree import digest
 
-# Increased whenever the same key would give other values.
+# Increase this whenever the same key would give other values.
 _VERSION = 1
-# Images in one batch of an encoder.
+# Batch size of an encoder.
 _IMAGES = 64
 NEXT_CHARACTER = "The next character of {}"
-"""Client2Vec's text for a sample whose next character is predicted (appendix D.1)."""
+"""Client2Vec's text for a sample when the task is to predict the next character (appendix D.1)."""
 # Encoded samples up to this size are held in memory.
 _IN_MEMORY = 4 << 30
 
@@ -31,7 +31,7 @@ _IN_MEMORY = 4 << 30
 def encoded_samples(
     x: Tensor | Samples, encode: Callable[[Tensor], Tensor], key: tuple[object, ...], rows: int
 ) -> Tensor | MappedArray:
-    """Encode samples, or read what was encoded before from the cache directory.
+    """Encode samples, or read the encoded samples from the cache directory.
 
     Parameters
     ----------
@@ -40,15 +40,15 @@ def encoded_samples(
     encode : callable
         Encodes a block of samples; each row of its result depends on one sample alone.
     key : tuple
-        Everything else that the result depends on, such as the hash of the encoder's weights, in
-        values that print the same in every process.
+        Everything else that the result depends on, such as the hash of the encoder's weights. Its
+        values must have the same ``repr`` in every process.
     rows : int
         How many samples to encode at a time.
 
     Returns
     -------
     Tensor or MappedArray
-        One row a sample: a tensor, or an array on disk if it is large.
+        One row per sample: a tensor, or an array on disk if it is large.
 
     Examples
     --------
@@ -61,7 +61,7 @@ def encoded_samples(
     >>> del os.environ["EQUIPOISE_CACHE"]
     """
     like = encode(x[:1]).cpu()
-    # The first encoded sample is part of the key, because encoders may differ in their code alone.
+    # The first encoded sample is part of the key, because encoders may differ only in their code.
     known = samples_digest(x), *key, _VERSION, torch.__version__, digest({"first": like})
 
     def blocks() -> Iterator[Tensor]:
@@ -89,19 +89,17 @@ def samples_digest(x: Tensor | Samples) -> str:
 
 
 def encode_federation(federation: Federation, source: str, size: int | None = None) -> Federation:
-    """Replace the images or texts of a federation by embeddings.
+    """Replace the images or texts of a federation with embeddings.
 
     Parameters
     ----------
     federation : Federation
-        Its samples are images with one or three channels, in bytes or in floating point numbers
-        from 0 to 1; or texts as positions of characters in ``class_names``, which are then
-        characters, too.
+        Its samples are images with one or three channels, as bytes or as floating point numbers
+        from 0 to 1; or texts as positions in ``class_names``, which must then be characters.
     source : str
         A pretrained image model: a directory or a name on the Hugging Face hub; see
-        :func:`equipoise.models.pretrained.pretrained`. For texts a text encoder, which gets the
-        text "The next character of
-        ..."; see :func:`equipoise.models.pretrained.text_encoder`.
+        :func:`equipoise.models.pretrained.pretrained`. For texts, a text encoder, which gets
+        "The next character of ..."; see :func:`equipoise.models.pretrained.text_encoder`.
     size : int, optional
         Height and width to which images are resized (bilinear) before they are encoded; by default
         they are not.
@@ -114,7 +112,7 @@ def encode_federation(federation: Federation, source: str, size: int | None = No
     Raises
     ------
     InputError
-        If the samples are neither images nor texts, or the model is not there.
+        If the samples are neither images nor texts, or the model is missing.
     """
     from equipoise.models.pretrained import encoder
 
@@ -134,7 +132,7 @@ def encode_federation(federation: Federation, source: str, size: int | None = No
     def encode(images: Tensor) -> Tensor:
         images = images.to(device).expand(-1, 3, -1, -1)
         if size is not None:
-            # Bytes have no interpolation; as numbers from 0 to 1 they mean the same.
+            # Bytes cannot be interpolated. Numbers from 0 to 1 have the same meaning.
             images = images.float() / (1 if images.is_floating_point() else 255)
             images = F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
         return cast(Tensor, model(images)).float()
@@ -154,7 +152,7 @@ def _encode_texts(federation: Federation, source: str, size: int | None) -> Fede
             f"{federation.shape} and class_names {federation.class_names}"
         )
     if size is not None:
-        raise InputError(f"data.encode_size={size!r} has no meaning for text")
+        raise InputError(f"data.encode_size={size!r} cannot be used with text, only with images")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = text_encoder(source).to(device)
 

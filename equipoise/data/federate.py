@@ -1,4 +1,4 @@
-"""From a source and a partition to a federation."""
+"""Making a federation from a source and a partition."""
 
 from __future__ import annotations
 
@@ -39,24 +39,25 @@ def federate(
     splits : tuple of three floats
         Shares of train, val and test in every client, summing to 1.
     unseen : int, float or sequence of int
-        Clients to hold out of training: how many, or (below 1) what share of them, drawn at random;
-        or which.
+        Clients to hold out of training: their number or (below 1) their share, drawn at random, or
+        a list of clients.
     leave_out : str or sequence of str, optional
-        A group, or several, whose clients are all unseen, on top of ``unseen``. All their samples
-        are test samples, whatever ``splits`` says; other unseen clients keep their three splits.
+        One or several groups whose clients are all unseen, in addition to ``unseen``. All their
+        samples are test samples, whatever ``splits`` is; other unseen clients keep their three
+        splits.
     test : {"client", "group", "server"}, optional
         Whose test samples a client is evaluated on: its own, or those of its group, which all
         clients of the group share. The test samples of a group are drawn before the others are
-        divided among clients. If the source says which samples are for testing, it is these, and
-        the third share of ``splits`` has no meaning. By default what the source says: ``client``
+        divided among clients. If the source declares which samples are for testing, these are used
+        and the third share of ``splits`` is ignored. The default is that of the source: ``client``
         unless it was published with test sets for whole groups. With ``server``, the samples that
-        were published for testing stay with the server, which evaluates the global model on them;
-        the clients are tested on a share of the others, as ``splits`` says.
+        were published for testing stay with the server, which evaluates the global model on them.
+        The clients are tested on a share of the others, given by ``splits``.
     server_val : float
-        The share of the samples, those for testing aside, that the server holds for validation.
-        They are drawn before the others are divided among clients.
+        Share of the samples, except those for testing, that the server holds for validation. They
+        are drawn before the others are divided among clients.
     seed : int
-        Decides the partition, the splits and the draw of unseen clients.
+        Seed of the partition, the splits and the draw of unseen clients.
 
     Returns
     -------
@@ -71,7 +72,8 @@ def federate(
     >>> federation = federate(source, Iid(4), unseen=0.25)
     >>> federation.clients, len(federation.seen), federation.train.sizes.tolist()
     (4, 3, [7, 7, 7, 7])
-    >>> domains = Source(x=torch.zeros(40, 1), y=torch.arange(40) % 4, groups=np.arange(40) // 20, group_names=("a", "b"))
+    >>> groups = {"groups": np.arange(40) // 20, "group_names": ("a", "b")}
+    >>> domains = Source(x=torch.zeros(40, 1), y=torch.arange(40) % 4, **groups)
     >>> federation = federate(domains, Iid(2), splits=(0.8, 0.2, 0.0), leave_out="b")
     >>> [federation.split(name).sizes.tolist() for name in ("train", "val", "test")]
     [[16, 0], [4, 0], [0, 20]]
@@ -81,7 +83,7 @@ def federate(
     tests = tests_of_groups(source, splits, seed) if whose == "group" else None
     if server and tests is not None:
         raise InputError(
-            "server_val has no meaning with test='group'; valid: test='client' or 'server'"
+            "server_val cannot be used with test='group'; valid: test='client' or 'server'"
         )
     if whose == "server":
         source = replace(source, test=None)
@@ -135,7 +137,7 @@ def _held_by_server(
     if whose == "server":
         if not for_testing.any():
             raise InputError(
-                f"test='server': source {source.name!r} does not say which samples are for testing"
+                f"test='server' needs published test samples, which source {source.name!r} lacks"
             )
         held["test"] = np.flatnonzero(for_testing)
     return held
@@ -152,7 +154,7 @@ def _left_out(assignment: Assignment, groups: str | Sequence[str] | None) -> NDA
 def _only_for_tests(divided: ThreeSplits, held: Split, left_out: NDArray[np.bool_]) -> ThreeSplits:
     """Move all samples of the clients that are left out to the test split."""
     nothing = Split.from_lists([[]] * held.clients)
-    # Clients that share the test samples of their group hold these too.
+    # This includes the test samples that clients of a group share.
     everything = Split.from_lists(
         [
             np.concatenate([held.of(k), np.setdiff1d(divided.test.of(k), held.of(k))])
@@ -175,7 +177,7 @@ def _only_for_tests(divided: ThreeSplits, held: Split, left_out: NDArray[np.bool
 def _unseen(
     wanted: int | float | Sequence[int], left_out: NDArray[np.bool_], seed: int
 ) -> NDArray[np.bool_]:
-    """Choose unseen clients among those that are not left out already."""
+    """Choose unseen clients among those that are not already left out."""
     chosen = np.zeros(len(left_out), bool)
     candidates = np.flatnonzero(~left_out)
     if not isinstance(wanted, int | float | np.number):

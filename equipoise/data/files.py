@@ -1,4 +1,4 @@
-"""Finding and reading files of a data directory. Nothing is downloaded unless it is asked for.
+"""Finding and reading files of a data directory. Nothing is downloaded unless requested.
 
 The data directory is the option ``root`` of a source, else the environment variable
 ``EQUIPOISE_DATA``, else ``data`` in the working directory. Any file may be compressed with gzip.
@@ -28,7 +28,7 @@ _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0
 
 
 def data_directory(root: str | Path | None = None) -> tuple[Path, str]:
-    """Return the data directory, and words for messages that say where its name came from.
+    """Return the data directory, and a phrase for messages about where its path came from.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ def data_directory(root: str | Path | None = None) -> tuple[Path, str]:
     Returns
     -------
     tuple of Path and str
-        The directory, which need not exist, and what chose it.
+        The directory, which need not exist, and the origin of its path.
 
     Examples
     --------
@@ -67,17 +67,16 @@ def data_files(
     source : str
         The name of the source, for the message.
     *choices : sequence of str
-        Sets of files that would each do, the best first: names or patterns such as
-        ``train/*.json``, each of which must be there, as it is or with ``.gz`` added.
+        Alternative sets of files, the preferred one first: names or patterns such as
+        ``train/*.json``, each of which must exist, as given or with ``.gz`` added.
     folders : sequence of str
-        Where in the data directory to look, the likeliest first; ``"."`` is the data directory
-        itself.
+        Where in the data directory to look, in this order; ``"."`` is the data directory itself.
     root : str or Path, optional
         The data directory.
     archives : sequence of Archive
-        What holds the files, where it is published at a fixed address.
+        Archives with the files, if they are published at a fixed address.
     download : bool
-        Get the archives if the files are not there.
+        Download the archives if the files are missing.
 
     Returns
     -------
@@ -87,10 +86,10 @@ def data_files(
 
     Examples
     --------
-    >>> data_files("mnist", ["images", "labels"], folders=["mnist", "."], root="nowhere")  # doctest: +ELLIPSIS
+    >>> data_files("mnist", ["x", "y"], folders=["mnist", "."], root="no")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    equipoise.errors.InputError: no files of data 'mnist' in .../nowhere/mnist or .../nowhere (root='nowhere'): expected
-    images, labels, each perhaps with .gz; ...
+    equipoise.errors.InputError: no files of data 'mnist' in .../no/mnist or .../no (root='no'):
+    expected x, y (or with .gz); ...
     """
     home, origin = data_directory(root)
     places = [home / folder for folder in folders]
@@ -104,14 +103,14 @@ def data_files(
     looked = " or ".join(str(place) for place in places)
     expected = "; or ".join(", ".join(choice) for choice in choices)
     raise InputError(
-        f"no files of data {source!r} in {looked} ({origin}): expected {expected}, each perhaps "
-        "with .gz; give the data directory as root or in the environment variable "
+        f"no files of data {source!r} in {looked} ({origin}): expected {expected} (or with .gz); "
+        "set the data directory with root or the environment variable "
         f"{VARIABLE}{_offer(source, archives)}"
     )
 
 
 def read(path: Path) -> bytes:
-    """Read a whole file, decompressing it where it is compressed with gzip, whatever its name.
+    """Read a whole file. Decompress it if it is compressed with gzip, whatever its name.
 
     Parameters
     ----------
@@ -121,7 +120,7 @@ def read(path: Path) -> bytes:
     Returns
     -------
     bytes
-        What it holds.
+        Its content.
 
     Examples
     --------
@@ -143,11 +142,11 @@ def read(path: Path) -> bytes:
         with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
             grown = file.read(most + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path} is a broken gzip file ({error}); get it again") from error
+        raise InputError(f"{path} is a broken gzip file ({error}); download it again") from error
     if len(grown) > most:
         raise InputError(
-            f"{path} would grow from {len(content)} to more than {most} bytes; decompress it with "
-            "gunzip if it is meant so"
+            f"{path} would grow from {len(content)} to more than {most} bytes; if this is "
+            "intended, decompress it with gunzip"
         )
     return grown
 
@@ -155,8 +154,8 @@ def read(path: Path) -> bytes:
 def read_idx(path: Path) -> NDArray[Any]:
     """Read an idx file, the format of MNIST.
 
-    It holds two zero bytes, one for the type, one for the number of axes, their lengths in four
-    bytes each, and the values, all of them with the highest byte first.
+    It holds two zero bytes, one byte for the type, one for the number of axes, four for the length
+    of each axis, and the values. All numbers are big-endian.
 
     Parameters
     ----------
@@ -166,7 +165,7 @@ def read_idx(path: Path) -> NDArray[Any]:
     Returns
     -------
     array
-        Its values, in the machine's own order of bytes.
+        Its values, in native byte order.
 
     Examples
     --------
@@ -185,7 +184,7 @@ def read_idx(path: Path) -> NDArray[Any]:
     kind, axes = np.dtype(_IDX_TYPES[content[2]]), content[3]
     begin = 4 + 4 * axes
     if len(content) < begin:
-        raise InputError(f"{path} is cut off: its head of {begin} bytes is not complete")
+        raise InputError(f"{path} is truncated: its header of {begin} bytes is incomplete")
     shape = tuple(np.frombuffer(content, ">u4", count=axes, offset=4).tolist())
     wanted = prod(shape) * kind.itemsize
     if len(content) - begin != wanted:
@@ -268,13 +267,15 @@ def _complete(places: Sequence[Path], choices: Sequence[Sequence[str]]) -> tuple
 
 
 def _offer(source: str, archives: Sequence[Archive]) -> str:
-    """Say how to get the files, where that is possible."""
+    """Return how to download the files, or nothing if they cannot be downloaded."""
     if not archives:
         return ""
     site = archives[0].url.rpartition("/")[0]
-    return f"; or have them downloaded from {site} with download=True (--download of equipoise data {source})"
+    return (
+        f"; or download them from {site} with download=True (--download of equipoise data {source})"
+    )
 
 
 def _matches(place: Path, name: str) -> list[Path]:
-    """Return the files of a name or pattern, compressed ones only where there are no others."""
+    """Return the files of a name or pattern; compressed ones only if there are no others."""
     return sorted(place.glob(name)) or sorted(place.glob(f"{name}.gz"))

@@ -1,4 +1,4 @@
-"""What sources that read folders of files share: finding folders, choosing among them, and naming what is wrong."""
+"""Helpers for sources that read folders of files: finding and choosing folders, and errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from equipoise.data.files import data_directory
 from equipoise.errors import InputError, unknown
 
 LARGEST_IN_MEMORY = 2 << 30
-"""Samples that take fewer bytes than this are held in memory unless told otherwise."""
+"""By default, samples that take fewer bytes than this are held in memory."""
 
 _NAMED_AT_MOST = 8
 
@@ -22,7 +22,7 @@ def find_folder(root: str, source: str) -> Path:
     Parameters
     ----------
     root : str
-        A path; one that is not absolute is looked for in both places.
+        A path. A relative one is searched for in both places.
     source : str
         The name of the source, for the message.
 
@@ -35,14 +35,15 @@ def find_folder(root: str, source: str) -> Path:
     --------
     >>> find_folder("nowhere", "imagefolder")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    equipoise.errors.InputError: root='nowhere' of data 'imagefolder' is no folder; looked for .../nowhere and ...
+    equipoise.errors.InputError: root='nowhere' of data 'imagefolder' is not a folder; looked for
+    .../nowhere and ...
     """
     places = [Path(root).expanduser().absolute(), data_directory()[0] / root]
     for place in places:
         if place.is_dir():
             return place
     looked = " and ".join(str(place) for place in dict.fromkeys(places))
-    raise InputError(f"root={str(root)!r} of data {source!r} is no folder; looked for {looked}")
+    raise InputError(f"root={str(root)!r} of data {source!r} is not a folder; looked for {looked}")
 
 
 def choose(
@@ -54,16 +55,16 @@ def choose(
     kind: str,
     where: Path,
 ) -> tuple[str, ...]:
-    """Return the names asked for, each of which must exist, or all there are.
+    """Return the wanted names, each of which must exist, or all names by default.
 
     Parameters
     ----------
     wanted : sequence of str, optional
-        The names asked for.
+        The wanted names.
     what : str
         The name of the source, for messages.
     found : sequence of str
-        The names there are.
+        The names that exist.
     option, kind : str
         The option that holds the names, and what one of them is called.
     where : Path
@@ -72,7 +73,7 @@ def choose(
     Returns
     -------
     tuple of str
-        Different names, at least one.
+        Distinct names, at least one.
 
     Examples
     --------
@@ -87,7 +88,7 @@ def choose(
             raise unknown(kind, name, found, where=str(where))
     if not names or len(set(names)) < len(names):
         raise InputError(
-            f"{option} of data {what!r} must be different names, at least one, got {list(names)}"
+            f"{option} of data {what!r} must be distinct names, at least one, got {list(names)}"
         )
     return names
 
@@ -99,7 +100,7 @@ def _text(value: object, what: str) -> str:
 
 
 def refuse(wrong: Sequence[str], message: str) -> None:
-    """Raise an error that names what is wrong, if anything is.
+    """Raise an error that lists what is wrong, unless the list is empty.
 
     Examples
     --------
@@ -113,7 +114,7 @@ def refuse(wrong: Sequence[str], message: str) -> None:
 
 
 def subfolders(folder: Path) -> list[str]:
-    """List the names of the folders in a folder, hidden ones left out.
+    """List the names of the folders in a folder, without hidden ones.
 
     Examples
     --------
@@ -130,7 +131,7 @@ def subfolders(folder: Path) -> list[str]:
 
 
 def files_in(folder: Path, endings: tuple[str, ...]) -> list[str]:
-    """List the names of the files in a folder that end in one of ``endings``, in small or capital letters.
+    """List the names of the files in a folder with one of these endings, ignoring case.
 
     Examples
     --------
@@ -148,7 +149,7 @@ def files_in(folder: Path, endings: tuple[str, ...]) -> list[str]:
 
 
 def cores() -> int:
-    """Count the processors this process may use.
+    """Return the number of processors that this process may use.
 
     Examples
     --------

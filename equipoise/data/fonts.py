@@ -1,4 +1,4 @@
-"""Digits drawn with fonts, in colours: a stand-in for SynthDigits where its files are not at hand.
+"""Digits drawn with fonts, in colour: a substitute for SynthDigits if its files are missing.
 
 The fonts are those that come with Matplotlib and Pillow, so nothing is downloaded. The same seed
 gives the same images as long as the versions of both stay the same.
@@ -40,7 +40,7 @@ FONTS = (
     "cmss10",
     "cmtt10",
 )
-"""Matplotlib's fonts that are used; Pillow's own is the last."""
+"""The fonts used from Matplotlib; Pillow's own font is added last."""
 
 SIDE = 32
 """Height and width of the images."""
@@ -50,25 +50,26 @@ _CANVAS = 2 * SIDE
 _SIZES = (38, 60)
 _TURN, _SHIFT, _CONTRAST, _BLUR, _NOISE = 30.0, 6.0, 70.0, 1.5, 8.0
 _IMAGES_A_BLOCK = 256
-# Part of every cache key; increased when drawing changes.
+# Part of every cache key. Increase it when drawing changes.
 _VERSION = 1
 
 
 def font_digits(number: int, *, seed: int = 0) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Draw digits of many fonts, sizes, angles and colours, some with parts of other digits beside them.
+    """Draw digits in many fonts, sizes, angles and colours.
+
+    Some have parts of other digits beside them.
 
     Parameters
     ----------
     number : int
-        How many images.
+        Number of images.
     seed : int
-        Decides how they look.
+        Seed of the random draws.
 
     Returns
     -------
     tuple of arrays
-        Images [number, 32, 32, 3] of bytes, and labels [number] that count from 0 to 9 again and
-        again.
+        Images [number, 32, 32, 3] of bytes, and labels [number], which repeat 0 to 9 in order.
 
     Examples
     --------
@@ -138,7 +139,7 @@ def _draw(label: int, fonts: list[list[Any]], draws: np.random.Generator) -> NDA
     mask = _glyph(label, font, centre, float(draws.uniform(-_TURN, _TURN)))
     paper, ink = _colours(draws)
     slope = draws.uniform(-40, 40, (2, 3))
-    # Others stand so far to the left and right that only parts of them are seen.
+    # The others are so far to the left and right that only parts of them are visible.
     for side in (-1, 1):
         other, shown = int(draws.integers(10)), draws.random() < 0.4
         if shown:

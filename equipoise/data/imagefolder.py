@@ -2,9 +2,10 @@
 
 Each domain is a group, and by default also a client. Images are decoded once, resized, and kept as
 bytes in the cache directory (see `equipoise.data.cache`); later runs read them from there. An entry
-of the cache belongs to a list of files with their sizes and modification times, an image size and a
-version of Pillow. File contents are not compared, because that would read everything on every
-start: a file that was replaced by one of the same size and modification time goes unnoticed.
+of the cache is identified by a list of files with their sizes and modification times, an image size
+and a version of Pillow. File contents are not compared, because that would read all files on every
+start. A file that is replaced by one of the same size and modification time is therefore not
+noticed.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from equipoise.data.source import Source
 from equipoise.errors import InputError
 
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-"""How names of images end, in small or capital letters. Other files are ignored."""
+"""File endings of images, in lower or upper case. Other files are ignored."""
 
-# Part of every cache key; increased when decoding changes.
+# Part of every cache key. Increase it when decoding changes.
 _VERSION = 1
 _IMAGES_A_BLOCK = 256
 
@@ -63,15 +64,15 @@ def imagefolder(
 ) -> Source:
     """Read a folder of images.
 
-    Images are converted to RGB and resized to ``size`` by ``size`` pixels (bilinear, whatever their
-    proportions), unless they have that size already. An orientation noted in the file (EXIF) is not
-    applied.
+    Images are converted to RGB and resized to ``size`` by ``size`` pixels (bilinear, regardless of
+    their aspect ratio), unless they already have that size. The orientation stored in a file (EXIF)
+    is not applied.
 
     Parameters
     ----------
     root : str
-        The folder that holds one folder a domain, each with one folder a class. A relative name is
-        looked for in the working directory, then in the data directory (see
+        The folder that holds one folder per domain, each with one folder per class. A relative path
+        is searched for in the working directory, then in the data directory (see
         `equipoise.data.files`).
     size : int
         Height and width of the images.
@@ -140,7 +141,7 @@ def recipe(
     domains: tuple[str, ...] | None = None,
     mapped: bool | None = None,
 ) -> tuple[Source, Natural]:
-    """Return a folder of images and its usual partition, one client a domain.
+    """Return a folder of images and its usual partition, one client per domain.
 
     Parameters
     ----------
@@ -158,7 +159,8 @@ def recipe(
     --------
     >>> recipe(seed=0, root="nowhere")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    equipoise.errors.InputError: root='nowhere' of data 'imagefolder' is no folder; looked for .../nowhere and ...
+    equipoise.errors.InputError: root='nowhere' of data 'imagefolder' is not a folder; looked for
+    .../nowhere and ...
     """
     return imagefolder(
         root=root, size=size, classes=classes, domains=domains, mapped=mapped
@@ -168,12 +170,15 @@ def recipe(
 def _listed(
     folder: Path, domains: Sequence[str] | None, classes: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...], list[_Image]]:
-    """Return the domains, the classes and the images, having checked that every domain has images of every class."""
+    """Return the domains, the classes and the images.
+
+    Every domain must have images of every class.
+    """
     found_domains = subfolders(folder)
     if not found_domains:
         raise InputError(
-            f"{folder} has no folders; data 'imagefolder' needs one a domain, with one a class in "
-            "each"
+            f"{folder} has no folders; data 'imagefolder' needs one per domain, each with one per "
+            "class"
         )
     chosen_domains = choose(
         domains, "imagefolder", found_domains, option="domains", kind="domain", where=folder
@@ -181,7 +186,7 @@ def _listed(
     classes_of = {domain: subfolders(folder / domain) for domain in chosen_domains}
     refuse(
         [f"domain {domain!r}" for domain, found in classes_of.items() if not found],
-        f"in {folder} each domain needs one folder a class; there is none in ",
+        f"in {folder} each domain needs one folder per class; there is none in ",
     )
     every_class = sorted(set().union(*classes_of.values()))
     chosen_classes = choose(
@@ -213,7 +218,7 @@ def _listed(
 
 
 def _key(folder: Path, images: Sequence[_Image], size: int) -> str:
-    """Hash what the decoded images depend on; see the module's description."""
+    """Return a hash of what the decoded images depend on; see the module's docstring."""
     import PIL
     from PIL import features
 
@@ -229,7 +234,7 @@ def _key(folder: Path, images: Sequence[_Image], size: int) -> str:
 
 
 def _decoded(folder: Path, images: Sequence[_Image], size: int) -> Iterator[Tensor]:
-    """Decode all images, block by block; those that cannot be read are named when all have been tried."""
+    """Decode all images, block by block; at the end, raise an error that lists unreadable ones."""
     from PIL import UnidentifiedImageError
 
     broken: list[str] = []
@@ -266,7 +271,7 @@ def _decode(path: Path, size: int) -> NDArray[np.uint8]:
     with Image.open(path) as image:
         if image.mode in ("I", "F") or image.mode.startswith("I;"):
             raise InputError(f"its pixels are of mode {image.mode}, not of 8 bits a colour")
-        # A palette with transparent colours becomes RGB by way of RGBA.
+        # Convert a palette with transparent colours to RGBA first.
         whole = (image.convert("RGBA") if image.mode == "P" else image).convert("RGB")
     if whole.size != (size, size):
         whole = whole.resize((size, size), Image.Resampling.BILINEAR)

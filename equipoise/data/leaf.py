@@ -1,13 +1,14 @@
-r"""LEAF's JSON format: FEMNIST by writer and Shakespeare by role; and LEAF's way to write text as numbers.
+r"""LEAF's JSON format (FEMNIST by writer, Shakespeare by role), and LEAF's encoding of text.
 
 A file holds ``{"users": [...], "num_samples": [...], "user_data": {USER: {"x": [...], "y":
-[...]}}}``. Files of a folder belong together, and so do the folders ``train`` and ``test``: clients
-make their own splits.
+[...]}}}``. All files of a folder are read together, and so are the folders ``train`` and ``test``,
+because clients make their own splits.
 
 The vocabulary has 80 characters, in the order of `CHARACTERS`: newline, space, ``!"&'(),-.``, the
-digits, ``:;>?``, A to Z, ``[]``, a to z, ``}``. Other characters take their plainest form: letters
-lose accents and ligatures their second letter, typographic quotation marks become straight and
-dashes hyphens; whatever is still unknown becomes a space. A text keeps its length.
+digits, ``:;>?``, A to Z, ``[]``, a to z, ``}``. Other characters are simplified: accents and the
+second letter of ligatures are removed, typographic quotation marks become straight ones, and dashes
+become hyphens. Characters that are still unknown become spaces. The length of a text does not
+change.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ T = TypeVar("T")
 
 
 def encode(text: str) -> NDArray[np.int64]:
-    """Write text as numbers.
+    """Encode text as integers.
 
     Parameters
     ----------
@@ -86,23 +87,23 @@ def encode(text: str) -> NDArray[np.int64]:
 def draw_clients(
     candidates: Sequence[T], wanted: int | None, draws: np.random.Generator, what: str
 ) -> list[T]:
-    """Draw some of many clients at random, leaving them in their order.
+    """Draw clients at random, without changing their order.
 
     Parameters
     ----------
     candidates : sequence
         The clients to draw from.
     wanted : int or None
-        How many to draw; all of them if None.
+        Number of clients to draw; None returns all of them.
     draws : numpy.random.Generator
-        What to draw with.
+        The random generator.
     what : str
         What the candidates are, for the message.
 
     Returns
     -------
     list
-        Those drawn.
+        The clients drawn.
 
     Examples
     --------
@@ -110,12 +111,12 @@ def draw_clients(
     ['a', 'b', 'c']
     >>> draw_clients("abc", 4, generator(0, "clients"), "letters")
     Traceback (most recent call last):
-    equipoise.errors.InputError: 4 letters are asked for, there are 3
+    equipoise.errors.InputError: 4 letters requested, but there are only 3
     """
     if wanted is None:
         return list(candidates)
     if count(wanted, what) > len(candidates):
-        raise InputError(f"{wanted} {what} are asked for, there are {len(candidates)}")
+        raise InputError(f"{wanted} {what} requested, but there are only {len(candidates)}")
     return [candidates[place] for place in sorted(draws.permutation(len(candidates))[:wanted])]
 
 
@@ -125,19 +126,20 @@ def read_leaf(paths: Iterable[Path]) -> dict[str, Read]:
     Parameters
     ----------
     paths : iterable of Path
-        The files; samples of a client who is in several are put together.
+        The files. The samples of a client that is in several files are concatenated.
 
     Returns
     -------
     dict of str to tuple of two lists
-        Every client's x and y, as they are in the files.
+        Every client's x and y, unchanged.
 
     Examples
     --------
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
     ...     path = Path(folder, "all_data.json")
-    ...     _ = path.write_text('{"users": ["ann"], "user_data": {"ann": {"x": ["to b"], "y": ["e"]}}}')
+    ...     user_data = '{"ann": {"x": ["to b"], "y": ["e"]}}'
+    ...     _ = path.write_text('{"users": ["ann"], "user_data": %s}' % user_data)
     ...     read_leaf([path])
     {'ann': (['to b'], ['e'])}
     """
@@ -174,26 +176,26 @@ def leaf(
         Images of 62 characters by writer, or text by role. LEAF's images are dark (0) on white (1).
     root : str, optional
         The data directory; see `equipoise.data.files`. Files ``train/*.json`` and ``test/*.json``,
-        or ``all_data/*.json``, or ``*.json`` are looked for in the dataset's folder, such as
+        or ``all_data/*.json``, or ``*.json`` are searched for in the dataset's folder, such as
         ``femnist`` or ``leaf/femnist``, and in ``data`` inside it.
     clients : int, optional
-        How many clients to draw of those with three samples or more; all clients by default.
+        Number of clients to draw from those with three samples or more; all clients by default.
         GIFAIR's FEMNIST-Original has 500.
     seed : int
-        Decides which clients are drawn.
+        Seed for the draw of clients.
 
     Returns
     -------
     Source
-        Images of shape [1, 28, 28] with labels in the order 0-9A-Za-z, or text as numbers
-        (`CHARACTERS`), usually 80 of them, with the next character.
+        Images of shape [1, 28, 28] with labels in the order 0-9A-Za-z; or texts of usually 80
+        characters, encoded as positions in `CHARACTERS`, with the next character as label.
 
     Examples
     --------
     >>> leaf(dataset="mnist")
     Traceback (most recent call last):
-    equipoise.errors.InputError: unknown dataset 'mnist' in data 'leaf'; did you mean 'femnist'? Valid: femnist,
-    shakespeare
+    equipoise.errors.InputError: unknown dataset 'mnist' in data 'leaf'; did you mean 'femnist'?
+    Valid: femnist, shakespeare
     """
     if dataset not in DATASETS:
         raise unknown("dataset", dataset, DATASETS, where="data 'leaf'")
@@ -225,12 +227,12 @@ def leaf(
 def recipe(
     *, seed: int, dataset: str = "femnist", root: str | None = None, clients: int | None = None
 ) -> tuple[Source, Natural]:
-    """Return a dataset prepared by LEAF and its usual partition: every client holds what came from it.
+    """Return a dataset prepared by LEAF and its natural partition.
 
     Parameters
     ----------
     seed : int
-        Decides which clients are drawn.
+        Seed for the draw of clients.
     dataset, root, clients
         See `leaf`.
 
@@ -249,7 +251,7 @@ def recipe(
 
 
 def _number(character: str) -> int:
-    """Find a character, or its plainest form, in the vocabulary."""
+    """Return the position of a character, or of its simplified form, in the vocabulary."""
     plain = _PLAIN.get(character) or unicodedata.normalize("NFKD", character)[0]
     return CHARACTERS.index(plain if plain in CHARACTERS else " ")
 
@@ -282,8 +284,8 @@ def _text(names: list[str], held: dict[str, Read]) -> tuple[Tensor, Tensor]:
             raise InputError(f"client {name!r} of LEAF's shakespeare has samples that are not text")
         if odd := next((text for text in x if len(text) != length), None):
             raise InputError(
-                f"client {name!r} of LEAF's shakespeare has a sample of {len(odd)} characters, the "
-                f"first sample of all has {length}; they must be equal"
+                f"client {name!r} of LEAF's shakespeare has a sample of {len(odd)} characters, but "
+                f"the first sample has {length}; all samples must have the same length"
             )
         if any(len(text) != 1 for text in y):
             raise InputError(

@@ -16,14 +16,15 @@ FILES = {
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
 FOLDERS = ("mnist", "MNIST/raw", ".")
+SHA256 = {
+    "train-images-idx3-ubyte": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+    "train-labels-idx1-ubyte": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+    "t10k-images-idx3-ubyte": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+    "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+}
 ARCHIVES = {
     name: Archive(f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}.gz", sha256, "mnist")
-    for name, sha256 in {
-        "train-images-idx3-ubyte": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-        "train-labels-idx1-ubyte": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-        "t10k-images-idx3-ubyte": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-        "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-    }.items()
+    for name, sha256 in SHA256.items()
 }
 
 
@@ -36,10 +37,10 @@ def mnist(*, root: str | None = None, portion: str = "all", download: bool = Fal
         The data directory, with the files in ``mnist``, in ``MNIST/raw`` or directly in it; see
         `equipoise.data.files`.
     portion : {"all", "train", "test"}
-        Which of the two published portions to read. Clients make their own splits, so the two are
-        put together unless asked otherwise, the 60,000 for training first.
+        Which published portion to read. Clients make their own splits, so by default the two
+        portions are concatenated, the 60,000 training images first.
     download : bool
-        Get the files (12 MB) if they are not there.
+        Download the files (12 MB) if they are missing.
 
     Returns
     -------
@@ -50,7 +51,8 @@ def mnist(*, root: str | None = None, portion: str = "all", download: bool = Fal
     --------
     >>> mnist(portion="tset")
     Traceback (most recent call last):
-    equipoise.errors.InputError: unknown portion 'tset' in data 'mnist'; did you mean 'test'? Valid: all, test, train
+    equipoise.errors.InputError: unknown portion 'tset' in data 'mnist'; did you mean 'test'? Valid:
+    all, test, train
     """
     if portion not in ("all", *FILES):
         raise unknown("portion", portion, ("all", *FILES), where="data 'mnist'")
@@ -73,9 +75,9 @@ def mnist(*, root: str | None = None, portion: str = "all", download: bool = Fal
 def recipe(
     *, seed: int, root: str | None = None, portion: str = "all", download: bool = False
 ) -> tuple[Source, Dirichlet]:
-    """Return MNIST and its usual partition: 100 clients with label skew, Dirichlet with concentration 0.1.
+    """Return MNIST and its usual partition: 100 clients, Dirichlet with concentration 0.1.
 
-    ``partition="skewed"`` gives GIFAIR's Skewed partition instead.
+    ``partition="skewed"`` selects GIFAIR's Skewed partition instead.
 
     Parameters
     ----------

@@ -1,10 +1,10 @@
 """Pickles of arrays, text, numbers, lists and dictionaries, read without Python's own unpickler.
 
-A pickle is a program: it names functions and says what to call them with. Even a reader that allows
-only the functions of an array lets a file choose their arguments, and some arguments make NumPy
-read or write memory that is not its own. So nothing is called here. The few instructions that such
-files need are carried out by a small stack machine. What they say about an array (its type, shape
-and bytes) is checked, and then the array is made from its bytes.
+A pickle is a program: it names functions and the arguments to call them with. Even a reader that
+allows only NumPy's array functions lets a file choose their arguments, and some arguments make
+NumPy access memory outside its buffers. Therefore this reader calls no function. A small stack
+machine executes the few instructions that such files need. It checks the type, shape and bytes of
+each array and then creates the array from its bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Function:
 
 @dataclass
 class _Type:
-    """A type of numbers; its order of bytes comes with its state."""
+    """A number type. Its byte order is set by its state."""
 
     code: str
     order: str = "|"
@@ -59,14 +59,14 @@ class _Type:
 
 @dataclass
 class _Array:
-    """An array, without values until its state has come."""
+    """An array. Its values are set by its state."""
 
     values: NDArray[Any] | None = None
 
 
 @dataclass
 class _Machine:
-    """Carries out the instructions of a pickle."""
+    """A stack machine that executes the instructions of a pickle."""
 
     content: bytes
     position: int = 0
@@ -121,12 +121,12 @@ class _Machine:
         return tuple(reversed([self.pop() for _ in range(count)]))
 
     def put(self, number: int) -> None:
-        # Not as large as the number says: only what is there is kept.
+        # A dictionary, because a damaged file may use huge positions.
         self.memo[number] = self.top(object)
 
     def get(self, number: int) -> None:
         if number not in self.memo:
-            raise ValueError(f"it refers to value {number}, which it does not have")
+            raise ValueError(f"it refers to value {number}, which does not exist")
         self.stack.append(self.memo[number])
 
     # ---- values ----------------------------------------------------------------------------------
@@ -148,12 +148,12 @@ class _Machine:
     def call(self) -> None:
         function, arguments = self.last(2)
         if not isinstance(function, _Function) or not isinstance(arguments, tuple):
-            raise ValueError("it calls something that is no function")
+            raise ValueError("it calls something that is not a function")
         if function.key in _RECONSTRUCT:
-            # What follows are the class, a shape and a type without meaning; the state has the real
+            # The arguments are the class and a placeholder shape and type. The state has the real
             # ones.
             if not arguments or arguments[0] != _Function(*_ARRAY):
-                _refuse("it asks for an array of a class of its own")
+                _refuse("it asks for an array of another class")
             self.stack.append(_Array())
         elif function.key in _FROM_BUFFER:
             buffer, kind, shape, order = _exactly(arguments, 4)
@@ -166,7 +166,7 @@ class _Machine:
                 _refuse(f"it asks for the encoding {encoding!r}")
             self.stack.append(self.counted(_text(text).encode("latin1")))
         else:
-            _refuse("it asks for an array with arguments of its own")
+            _refuse("it asks for an array with other arguments")
 
     def values(self, content: Any, kind: Any, shape: Any, by_columns: bool) -> NDArray[Any]:
         if not isinstance(content, bytes):
@@ -174,7 +174,7 @@ class _Machine:
         return _values(self.counted(content), kind, shape, by_columns)
 
     def counted(self, content: bytes) -> bytes:
-        """Refuse a file that makes many large values from one by referring to it again and again."""
+        """Refuse a file that expands one large value to many by repeated references."""
         self.made += len(content)
         if self.made > 2 * len(self.content):
             _refuse("its values are larger than the file itself")
@@ -184,7 +184,7 @@ class _Machine:
         state = self.pop()
         into = self.top(object)
         if not isinstance(state, tuple):
-            raise ValueError("a state is no tuple")
+            raise ValueError("a state is not a tuple")
         if isinstance(into, _Type):
             into.order = _order(state)
         elif isinstance(into, _Array) and into.values is None:
@@ -196,7 +196,7 @@ class _Machine:
     # ---- instructions ----------------------------------------------------------------------------
 
     def run(self) -> Any:
-        """Carry out all instructions, and return the value that is left."""
+        """Execute all instructions and return the remaining value."""
         while True:
             code = self.take(1)
             if code == b".":
@@ -220,7 +220,7 @@ def loads(content: bytes) -> Any:
     Returns
     -------
     object
-        What was stored. Arrays may be the value itself or values of a dictionary, and nothing
+        The stored value. Arrays may be the value itself or values of a dictionary, but not nested
         deeper.
 
     Raises
@@ -271,27 +271,27 @@ def _text(value: Any) -> str:
 def _code(arguments: tuple[Any, ...]) -> str:
     code = _text(arguments[0] if arguments else b"").lstrip("|<>=")
     if code not in _TYPES:
-        _refuse(f"it asks for an array of {code!r}, which is no type of numbers")
+        _refuse(f"it asks for an array of {code!r}, which is not a number type")
     return code
 
 
 def _order(state: tuple[Any, ...]) -> str:
     order = _text(state[1]) if len(state) > 1 else "|"
-    # Names and shapes of fields, and further options: numbers have none.
+    # Names and shapes of fields, and further options. Number types have none.
     if order not in ("|", "<", ">", "=") or any(part is not None for part in state[2:5]):
-        _refuse("it asks for a type that is no type of numbers")
+        _refuse("it asks for a type that is not a number type")
     return order
 
 
 def _values(content: bytes, kind: Any, shape: Any, by_columns: bool) -> NDArray[Any]:
-    """Make an array from its bytes, of which there must be as many as its type and shape need."""
+    """Create an array from its bytes, whose number must match its type and shape."""
     axes = (shape,) if isinstance(shape, int) else shape
     if (
         not isinstance(axes, tuple)
         or len(axes) > _MOST_AXES
         or not all(type(n) is int and n >= 0 for n in axes)
     ):
-        raise ValueError("the shape of an array is no shape")
+        raise ValueError("an array has an invalid shape")
     if not isinstance(kind, _Type):
         raise ValueError("an array has no type")
     dtype = kind.dtype()
@@ -372,7 +372,7 @@ def _named(machine: _Machine) -> None:
 
 
 def _skipping(count: int) -> Callable[[_Machine], None]:
-    """Carry out an instruction that only helps other readers."""
+    """Return a handler that skips an instruction and its ``count`` bytes."""
 
     def skip(machine: _Machine) -> None:
         machine.take(count)
@@ -380,7 +380,7 @@ def _skipping(count: int) -> Callable[[_Machine], None]:
     return skip
 
 
-# By the bytes that stand for them; `pickletools` describes each.
+# Keyed by opcode; `pickletools` describes each.
 _INSTRUCTIONS: dict[Hashable, Callable[[_Machine], None]] = {
     b"\x80": _skipping(1),  # the protocol
     b"\x95": _skipping(8),  # a frame

@@ -1,4 +1,4 @@
-"""A picture of a federation: how much each client holds, of which labels, in which group."""
+"""Pictures of a federation: the size, labels and group of each client."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg", ".pdf")
 INK, GRID, PAPER = "#2b2d33", "#e6e8ec", "#f6f7f9"
-# Okabe and Ito's colours, which people with colour-blindness can tell apart too.
+# Okabe and Ito's colours, which are suitable for colour-blind readers.
 HUES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#8c6d31")
 
 
 def draw(federation: Federation, path: str | Path) -> Path:
-    """Draw every client as a column: its size above, its labels below, ordered and coloured by group.
+    """Draw every client as a column: its size above and its labels below.
 
-    In the lower panel the darker a cell, the larger the share of that label among the client's
-    samples. Unseen clients are hatched. The picture is meant for up to some 200 clients.
+    Clients are ordered and coloured by group. In the lower panel, a darker cell means a larger
+    share of that label among the client's samples. Unseen clients are hatched. The picture is
+    intended for up to about 200 clients.
 
     Parameters
     ----------
@@ -69,14 +70,16 @@ def draw(federation: Federation, path: str | Path) -> Path:
 
 
 def draw_similarity(index: ClientIndex, federation: Federation, path: str | Path) -> Path:
-    """Draw how similar the indices of clients are: both parts together, feature and label indices, ordered by group.
+    """Draw the similarities of clients' indices as matrices, ordered by group.
+
+    There is one panel for the whole index, one for its feature part and one for its label part.
 
     Parameters
     ----------
     index : ClientIndex
         Of clients of the federation.
     federation : Federation
-        Says which group a client belongs to.
+        The federation, which has the groups of the clients.
     path : str or Path
         Where to write it; the suffix (.png, .svg or .pdf) decides the format.
 
@@ -126,7 +129,7 @@ _TITLES = {"both": "client index", "features": "feature index", "labels": "label
 
 
 def checked_path(path: str | Path) -> Path:
-    """Refuse a path whose suffix names no format of pictures.
+    """Refuse a path whose suffix is not a picture format.
 
     Examples
     --------
@@ -139,7 +142,7 @@ def checked_path(path: str | Path) -> Path:
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write a figure of matplotlib; the same figure gives the same file."""
+    """Write a Matplotlib figure. The same figure gives the same file."""
     from matplotlib import rc_context
 
     path.parent.mkdir(parents=True, exist_ok=True)

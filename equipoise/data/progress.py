@@ -11,21 +11,21 @@ from contextlib import contextmanager
 def progress(
     name: str, total: int | None, *, in_bytes: bool = False
 ) -> Iterator[Callable[[int], object]]:
-    """Show how much of something is done; nothing is shown if the output is not a terminal.
+    """Show a progress bar, if the output is a terminal.
 
     Parameters
     ----------
     name : str
         What is being done.
     total : int or None
-        How much there is to do, if that is known.
+        The total amount of work, if known.
     in_bytes : bool
-        Whether it is counted in bytes.
+        Whether the amount is in bytes.
 
     Yields
     ------
     callable
-        To be called with how much has been done since the last call.
+        Call it with the amount of work done since the last call.
 
     Examples
     --------

@@ -1,10 +1,10 @@
-"""Fed-Prostate: T2-weighted magnetic resonance images of the prostate from several sites, with masks (Liu et al., 2021).
+"""Fed-Prostate (Liu et al., 2021): T2-weighted MR images of the prostate from several sites.
 
-The root has one folder a site, such as ``RUNMC``, ``BMC``, ``I2CVB``, ``UCL``, ``BIDMC`` and
+The root has one folder per site, such as ``RUNMC``, ``BMC``, ``I2CVB``, ``UCL``, ``BIDMC`` and
 ``HK``. A site has one volume in NIfTI format for each patient, ``Case00.nii.gz``, and its mask
 beside it, ``Case00_segmentation.nii.gz``. Each site is a group, and by default also a client.
-Slices are prepared once and kept in the cache directory (see `equipoise.data.cache`); as for image
-folders, an entry belongs to a list of files with their sizes and modification times.
+Slices are prepared once and kept in the cache directory (see `equipoise.data.cache`). As for image
+folders, an entry is identified by a list of files with their sizes and modification times.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from equipoise.data.source import Source
 from equipoise.errors import InputError
 
 ENDINGS = (".nii.gz", ".nii")
-"""How names of volumes end, in small or capital letters. Other files are ignored."""
+"""File endings of volumes, in lower or upper case. Other files are ignored."""
 
 MASK = "_segmentation"
-"""What the name of a mask has after that of its volume, in small or capital letters."""
+"""Suffix of a mask's name after that of its volume, in lower or upper case."""
 
-# Part of every cache key; increased when the preparation changes.
+# Part of every cache key. Increase it when the preparation changes.
 _VERSION = 1
 _VOLUMES_A_BLOCK = 8
 
@@ -71,14 +71,15 @@ def prostate(
     """Read the axial slices of NIfTI volumes and their masks.
 
     The intensities of each volume are scaled to [−1, 1]. Slices are resized to ``size`` by ``size``
-    pixels if they have another size: images bilinearly with smoothing, masks to the nearest pixel.
-    Every label above 0 is the prostate. Only slices that show it are kept, as in HarmoFL's public
-    code; FFT-GP does not say. All slices of a volume are in the same split of a client.
+    pixels if they have another size: images with antialiased bilinear interpolation, masks with
+    nearest-neighbour interpolation. Every label above 0 is the prostate. Only slices that show it
+    are kept, as in HarmoFL's public code; the FFT-GP paper does not specify this. All slices of a
+    volume are in the same split of a client.
 
     Parameters
     ----------
     root : str
-        The folder that holds one folder a site. A relative name is looked for in the working
+        The folder that holds one folder per site. A relative path is searched for in the working
         directory, then in the data directory (see `equipoise.data.files`).
     size : int
         Height and width of the slices.
@@ -88,8 +89,8 @@ def prostate(
         An odd number. With 3, a sample has the slices before and after as further channels, as in
         HarmoFL's public code. At the ends of a volume the outermost slice is repeated.
     quantile : float
-        Intensities above this quantile of their volume are lowered to it. HarmoFL's public code has
-        0.99.
+        Intensities above this quantile of their volume are clipped to it. HarmoFL's public code
+        uses 0.99.
     empty : bool
         Whether to keep slices that do not show the prostate.
     mapped : bool, optional
@@ -126,8 +127,8 @@ def prostate(
     )
     if channels % 2 == 0:
         raise InputError(
-            f"channels of data 'prostate' must be odd, got {channels}: a slice has as many after "
-            "it as before"
+            f"channels of data 'prostate' must be odd, got {channels}: a sample has equally many "
+            "slices before and after"
         )
     if real(quantile, "quantile of data 'prostate'") > 1:
         raise InputError(f"quantile of data 'prostate' must be at most 1, got {quantile!r}")
@@ -138,7 +139,7 @@ def prostate(
     names, volumes = _listed(folder, sites)
     key = partial(_key, folder, volumes)
     name = f"reading {folder.name}"
-    # How many slices are kept is known only when all masks have been read.
+    # The number of slices is known only after all masks have been read.
     sizes = cached(
         key("sizes", empty),
         (len(volumes),),
@@ -192,7 +193,7 @@ def recipe(
     empty: bool = False,
     mapped: bool | None = None,
 ) -> tuple[Source, Natural]:
-    """Return the slices and their usual partition, one client a site.
+    """Return the slices and their usual partition, one client per site.
 
     Parameters
     ----------
@@ -210,7 +211,8 @@ def recipe(
     --------
     >>> recipe(seed=0, root="nowhere")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    equipoise.errors.InputError: root='nowhere' of data 'prostate' is no folder; looked for .../nowhere and ...
+    equipoise.errors.InputError: root='nowhere' of data 'prostate' is not a folder; looked for
+    .../nowhere and ...
     """
     source = prostate(
         root=root,
@@ -225,11 +227,11 @@ def recipe(
 
 
 def _listed(folder: Path, sites: Sequence[str] | None) -> tuple[tuple[str, ...], list[_Volume]]:
-    """Return the sites and their volumes, having checked that each volume has a mask."""
+    """Return the sites and their volumes. Each volume must have a mask."""
     found = subfolders(folder)
     if not found:
         raise InputError(
-            f"{folder} has no folders; data 'prostate' needs one a site, with NIfTI volumes in each"
+            f"{folder} has no folders; data 'prostate' needs one per site with its NIfTI volumes"
         )
     chosen = choose(sites, "prostate", found, option="sites", kind="site", where=folder)
     volumes: list[_Volume] = []
@@ -265,7 +267,7 @@ def _stem(file: str) -> str:
 
 
 def _key(folder: Path, volumes: Sequence[_Volume], *what: object) -> str:
-    """Hash what prepared arrays depend on; see the module's description."""
+    """Return a hash of what prepared arrays depend on; see the module's docstring."""
     import nibabel
 
     key = hashlib.sha256(
@@ -282,7 +284,7 @@ def _key(folder: Path, volumes: Sequence[_Volume], *what: object) -> str:
 def _prepared(
     volumes: Sequence[_Volume], prepare: Callable[[_Volume], Tensor], name: str
 ) -> Iterator[Tensor]:
-    """Prepare all volumes in parallel; those that cannot be read are named when all have been tried."""
+    """Prepare all volumes in parallel; at the end, raise an error that lists unreadable ones."""
     broken: list[str] = []
 
     def prepared(volume: _Volume) -> Tensor | None:
@@ -307,7 +309,7 @@ def _read(path: Path) -> NDArray[np.float32]:
     """Return a volume as ``[slices, rows, columns]``."""
     import nibabel
 
-    # Its declared type lacks what all images of volumes have.
+    # The declared return type lacks the attributes of volumes.
     image: Any = nibabel.load(path)
     values = np.asarray(image.dataobj, np.float32)
     if values.ndim != 3 or not values.size:
@@ -325,7 +327,7 @@ def _read_mask(volume: _Volume, empty: bool) -> tuple[NDArray[np.bool_], NDArray
 
 
 def _kept(volume: _Volume, *, empty: bool) -> Tensor:
-    """Return how many slices of a volume are kept, as an array of one row."""
+    """Return the number of kept slices of a volume, as an array of one row."""
     return torch.tensor([len(_read_mask(volume, empty)[1])])
 
 

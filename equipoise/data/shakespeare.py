@@ -1,7 +1,7 @@
 """Shakespeare's plays by role: predict the next character from the 80 before it.
 
-Read from ``roles.jsonl``, one JSON object a line with ``play``, ``role``, ``gender`` and ``text``.
-Characters are numbered as in `equipoise.data.leaf`, which also reads LEAF's own files.
+The file ``roles.jsonl`` has one JSON object per line with ``play``, ``role``, ``gender`` and
+``text``. Characters are encoded as in `equipoise.data.leaf`, which also reads LEAF's own files.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from equipoise.errors import InputError, unknown
 
 GENDERS = ("male", "female", "unknown")
 
-# One sample each to train, to validate and to test on.
+# One sample each for training, validation and testing.
 _FEWEST_SAMPLES = 3
 
 
 class Role(NamedTuple):
-    """One character of one play, and everything it says."""
+    """A character of a play, and all of its lines."""
 
     play: str
     role: str
@@ -43,7 +43,7 @@ def read_roles(path: Path) -> list[Role]:
     Parameters
     ----------
     path : Path
-        One JSON object a line.
+        One JSON object per line.
 
     Returns
     -------
@@ -55,7 +55,8 @@ def read_roles(path: Path) -> list[Role]:
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
     ...     path = Path(folder, "roles.jsonl")
-    ...     _ = path.write_text('{"play": "Hamlet", "role": "Hamlet", "gender": "male", "text": "To be"}')
+    ...     play = '"play": "Hamlet", "role": "Hamlet"'
+    ...     _ = path.write_text('{%s, "gender": "male", "text": "To be"}' % play)
     ...     read_roles(path)
     [Role(play='Hamlet', role='Hamlet', gender='male', text='To be')]
     """
@@ -83,16 +84,16 @@ def read_roles(path: Path) -> list[Role]:
 def windows(
     text: str, *, length: int = 80, stride: int = 1
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Cut a text into samples: some characters, and the one that follows.
+    """Cut a text into samples: a window of characters, and the character that follows it.
 
     Parameters
     ----------
     text : str
         The text.
     length : int
-        Characters a sample.
+        Characters per sample.
     stride : int
-        How far a sample begins after the one before.
+        Distance between the beginnings of consecutive samples.
 
     Returns
     -------
@@ -122,37 +123,36 @@ def shakespeare(
     root: str | None = None,
     seed: int = 0,
 ) -> Source:
-    """Read roles of Shakespeare's plays, each of which is a client in the group of its gender.
+    """Read roles of Shakespeare's plays. Each role is a client, and its gender is its group.
 
-    With ``stride=1`` every character of a role is predicted once, as in LEAF, but the 80 characters
-    of one sample are largely those of the next, which may be in another split. ``stride=81`` gives
-    samples that share nothing.
+    With ``stride=1`` every character of a role is predicted once, as in LEAF. Consecutive samples
+    then overlap and may be in different splits. With ``stride=81`` samples do not overlap.
 
     Parameters
     ----------
     roles : int, dict or None
-        How many roles to draw, from all (31 in GIFAIR's table 5) or by gender (``{"male": 25,
-        "female": 10}`` in table 6); None takes every role.
+        Number of roles to draw, in total (31 in GIFAIR's table 5) or by gender (``{"male": 25,
+        "female": 10}`` in table 6); None keeps every role.
     scale : float
-        What share of each role's text to keep, from its beginning, above 0 up to 1.
+        Share of each role's text to keep, from its beginning, in (0, 1].
     length, stride : int
         See `windows`.
     root : str, optional
         The data directory, with ``roles.jsonl`` in ``shakespeare`` or directly in it; see
         `equipoise.data.files`.
     seed : int
-        Decides which roles are drawn.
+        Seed for the draw of roles.
 
     Returns
     -------
     Source
-        Whole numbers [N, 80], and the next character as label, of 80 classes.
+        Integers [N, 80], and the next character as label, with 80 classes.
 
     Examples
     --------
     >>> shakespeare(root="nowhere")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    equipoise.errors.InputError: no files of data 'shakespeare' in .../nowhere/shakespeare or .../nowhere ...
+    equipoise.errors.InputError: no files of data 'shakespeare' in .../nowhere/shakespeare or ...
     """
     if real(scale, "scale") > 1:
         raise InputError(
@@ -199,7 +199,7 @@ def recipe(
     Parameters
     ----------
     seed : int
-        Decides which roles are drawn.
+        Seed for the draw of roles.
     roles, scale, length, stride, root
         See `shakespeare`.
 
@@ -221,7 +221,7 @@ def recipe(
 
 
 def _draw(candidates: list[Role], wanted: int | dict[str, int] | None, seed: int) -> list[Role]:
-    """Draw roles, from all or from each gender, leaving them in their order."""
+    """Draw roles, from all or from each gender, without changing their order."""
     draws = generator(seed, "roles")
     if not isinstance(wanted, dict):
         return draw_clients(candidates, wanted, draws, "roles")

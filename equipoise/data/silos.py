@@ -1,11 +1,11 @@
-"""Silos: data that already lie apart, one directory a client.
+"""Silos: data that are already divided, with one directory per client.
 
-A client's directory holds ``data.npz`` with the arrays ``x`` and ``y``, one row a sample. The file
-may also have attributes of samples, such as an array ``attribute.sex`` of text. The directory may
-hold ``test.npz`` with the samples that the client is tested on, if these are not to be drawn from
-``data.npz``, and ``client.yaml`` with its ``group``. Clients of a group that share a test set each
-have a copy of it. Here all directories are read together; on Flower each client reads its own and
-nobody else's, and both ways it ends up with the same splits.
+A client's directory holds ``data.npz`` with the arrays ``x`` and ``y``, one row per sample. The
+file may also have attributes of samples, such as an array ``attribute.sex`` of text. The directory
+may hold ``test.npz`` with the client's test samples, which are otherwise drawn from ``data.npz``,
+and ``client.yaml`` with its ``group``. Clients of a group that share a test set each have a copy of
+it. This source reads all directories. On Flower each client reads only its own. A client has the
+same splits in both cases.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def silos(
     Parameters
     ----------
     root : str, optional
-        The folder they are in; ``silos`` in the data directory by default.
+        The folder of the directories; ``silos`` in the data directory by default.
     classes : int, optional
-        Number of classes; one more than the largest label by default. On Flower no client sees the
-        others' labels, so there it must be said.
+        Number of classes; one more than the largest label by default. It is required on Flower,
+        where no client sees the labels of others.
     task : str
         What ``y`` means: a name from :func:`equipoise.tasks.names`.
 
     Returns
     -------
     Source
-        Samples that know their client, in the order of the numbers in the directories' names.
+        The samples with their clients, in the order of the numbers in the directories' names.
 
     Examples
     --------
@@ -77,21 +77,22 @@ def silo_federation(
     Parameters
     ----------
     directory : Path
-        The client's own.
+        The client's directory.
     splits, classes, task, seed
-        As for all clients together.
+        See `silos` and `federate`.
 
     Returns
     -------
     Federation
-        With the splits the client has among all others.
+        With the same splits as the client has in the whole federation.
 
     Examples
     --------
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
     >>> np.savez(folder / "data.npz", x=np.zeros((10, 2)), y=np.arange(10) % 2)
-    >>> silo_federation(folder, splits=(0.7, 0.1, 0.2), classes=2, task="classification", seed=0).train.sizes
+    >>> options = {"classes": 2, "task": "classification", "seed": 0}
+    >>> silo_federation(folder, splits=(0.7, 0.1, 0.2), **options).train.sizes
     array([7])
     """
     first, second, third = splits
@@ -171,7 +172,7 @@ def _source(directories: Sequence[Path], classes: int | None, task: str) -> Sour
 def _attributes(
     read: Sequence[dict[str, NDArray[Any]]], files: Sequence[tuple[Path, str]]
 ) -> dict[str, Attribute]:
-    """Put the attributes of all files together; each file must have the same ones."""
+    """Concatenate the attributes of all files. Each file must have the same ones."""
     for found, (directory, name) in zip(read, files, strict=True):
         if set(found) != set(read[0]):
             here, there = (", ".join(sorted(names)) or "none" for names in (found, read[0]))
@@ -200,14 +201,14 @@ def _read(path: Path, task: str) -> tuple[NDArray[Any], NDArray[Any], dict[str, 
         )
     if len(x) != len(y) or not len(x):
         raise InputError(
-            f"{path} has {len(x)} rows in x and {len(y)} in y; both need one a sample, and at "
+            f"{path} has {len(x)} rows in x and {len(y)} in y; both need one per sample, and at "
             "least one"
         )
     for name, values in attributes.items():
         if values.shape != (len(x),):
             raise InputError(
                 f"{path} has {ATTRIBUTE}{name} of shape {values.shape}; an attribute needs one "
-                f"value a sample: ({len(x)},)"
+                f"value per sample: ({len(x)},)"
             )
     x = x.astype(np.float32) if x.dtype.kind == "f" else x
     if of.floating:

@@ -1,4 +1,4 @@
-"""A source: samples as they come, before anyone has divided them among clients."""
+"""A source: samples before they are divided among clients."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from equipoise.samples import Samples
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Source:
-    """Samples and what is known about each: its label, perhaps its group, perhaps the client it came from.
+    """Samples with their labels and, if known, their groups and clients.
 
     Parameters
     ----------
     x : Tensor or Samples of shape [N, ...]
         The samples.
     y : Tensor
-        What the task needs: int64 labels [N] for classification, floating point targets [N] or [N,
-        d] for regression, masks [N, height, width] for segmentation.
+        Targets of the task: int64 labels [N] for classification, floating point numbers [N] or
+        [N, d] for regression, masks [N, height, width] for segmentation.
     task : str
         What ``y`` means: a name from :func:`equipoise.tasks.names`.
     classes : int, optional
         Number of classes; one more than the largest label by default.
     name : str
-        What to call data from here.
+        Name of the source, for messages and records.
     units : array of shape [N], optional
-        What samples belong together, such as the slices of a scan: a client has all of its samples
-        of a unit in one split.
+        The unit of each sample, such as the scan of a slice. All samples of a client that belong to
+        one unit are in the same split.
     groups : int array of shape [N], optional
         Every sample's group, as a position in ``group_names``.
     group_names : tuple of str
-        Names of the groups, the commonest first where that matters.
+        Names of the groups, the most frequent first if the order matters.
     ids : array of shape [N], optional
-        The client each sample came from, where the data knows it.
+        The client of each sample, if known.
     class_names : tuple of str, optional
-        Names of the classes, where the data knows them.
+        Names of the classes, if known.
     test : bool array of shape [N], optional
-        Which samples were published for testing. Nobody trains on them, and no others are tested
-        on.
+        Which samples were published for testing. Only these are used for testing, and they are not
+        used for training.
     official_test : bool array of shape [N], optional
-        Which samples are the published test set of a source whose samples clients divide among them
-        anyway. It is used with ``data.test: server`` only.
+        Which samples are the published test set of a source whose samples are all divided among
+        clients. It is used with ``data.test: server`` only.
     test_of : {"client", "group"}
-        Whose test samples a client is evaluated on unless said otherwise; see
-        `equipoise.data.federate`.
+        The default of ``test`` in `equipoise.data.federate`: whose test samples a client is
+        evaluated on.
     attributes : mapping of str to Attribute or array of shape [N], optional
         Properties of samples by whose values models are evaluated.
 
@@ -79,7 +79,7 @@ class Source:
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse parts that do not fit together."""
+        """Check that the fields are consistent."""
         for part in ("y", "groups", "ids", "units", "test", "official_test"):
             values = getattr(self, part)
             if values is not None and len(values) != len(self.x):

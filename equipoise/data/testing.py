@@ -17,26 +17,27 @@ from equipoise.federation import Split, ThreeSplits, split_samples
 
 
 def tests_of_groups(source: Source, splits: Sequence[float], seed: int) -> list[Ints]:
-    """Return the test samples of each group: those published for testing, or a share that is drawn.
+    """Return the test samples of each group: the published ones, or a random share.
 
     Parameters
     ----------
     source : Source
-        The samples; without groups they are all in one.
+        The samples. Without groups, all are in one group.
     splits : sequence of three floats
-        The third is the share of a group's samples to draw, if the source does not say which are
-        for testing.
+        The third is the share of a group's samples to draw, if the source has no published test
+        samples.
     seed : int
-        Decides what is drawn.
+        Seed of the random draws.
 
     Returns
     -------
     list of int arrays
-        One array a group.
+        One array per group.
 
     Examples
     --------
-    >>> source = Source(x=torch.zeros(4, 1), y=torch.zeros(4).long(), test=np.array([True, False, False, True]))
+    >>> published = np.array([True, False, False, True])
+    >>> source = Source(x=torch.zeros(4, 1), y=torch.zeros(4).long(), test=published)
     >>> tests_of_groups(source, (0.7, 0.1, 0.2), seed=0)
     [array([0, 3])]
     """
@@ -64,7 +65,7 @@ def tests_of_groups(source: Source, splits: Sequence[float], seed: int) -> list[
 def assign_others(
     partition: Partition, source: Source, tests: Sequence[Ints], seed: int
 ) -> Assignment:
-    """Divide the samples that are not test samples of a group among clients.
+    """Divide all samples except the test samples of groups among clients.
 
     Parameters
     ----------
@@ -75,12 +76,12 @@ def assign_others(
     tests : sequence of int arrays
         The test samples of each group.
     seed : int
-        Decides the partition.
+        Seed of the partition.
 
     Returns
     -------
     Assignment
-        Who got which samples of the source.
+        The samples of each client, as positions in the source.
 
     Examples
     --------
@@ -97,7 +98,7 @@ def assign_others(
     if assignment.group_names != groups_of(source)[1]:
         raise InputError(
             f"test='group' needs clients in the groups of source {source.name!r}, but the "
-            f"partition {type(partition).__name__} makes groups of its own: "
+            f"partition {type(partition).__name__} makes other groups: "
             f"{', '.join(assignment.group_names)}"
         )
     return assignment
@@ -115,12 +116,12 @@ def assign_some(partition: Partition, source: Source, some: Ints, seed: int) -> 
     some : int array
         The samples to divide.
     seed : int
-        Decides the partition.
+        Seed of the partition.
 
     Returns
     -------
     Assignment
-        Who got which samples of the source.
+        The samples of each client, as positions in the source.
 
     Examples
     --------
@@ -131,7 +132,7 @@ def assign_some(partition: Partition, source: Source, some: Ints, seed: int) -> 
     """
     divided = replace(
         source,
-        # Partitions do not look at samples.
+        # Partitions do not read x.
         x=torch.empty(len(some), 0),
         y=source.y[torch.from_numpy(some)],
         groups=None if source.groups is None else source.groups[some],
@@ -153,34 +154,35 @@ def divide(
     seed: int,
     tests: Sequence[Ints] | None = None,
 ) -> ThreeSplits:
-    """Divide what clients hold into train, val and test.
+    """Divide the samples of clients into train, val and test.
 
     Parameters
     ----------
     source : Source
         The samples.
     assignment : Assignment
-        Who holds which of them.
+        The samples of each client.
     keys : sequence of str
-        One lasting identity a client, such as its name.
+        One permanent identifier per client, such as its name.
     splits : tuple of three floats
         Shares of train, val and test.
     seed : int
-        Decides which samples go where.
+        Seed of the random division.
     tests : sequence of int arrays, optional
-        The test samples of each group, which all its clients share. Without them a client is tested
-        on samples of its own: those published for testing, or a share of what it holds.
+        The test samples of each group, which all its clients share. By default a client is tested
+        on its own samples: those published for testing, or a share of all of them.
 
     Returns
     -------
     ThreeSplits
-        Train, val and test. Clients that share test samples share positions: no sample is copied.
+        Train, val and test. Shared test samples are not copied: clients have the same positions.
 
     Examples
     --------
     >>> source = Source(x=torch.zeros(6, 1), y=torch.zeros(6).long())
     >>> two = Assignment([np.array([0, 1]), np.array([2, 3])], groups=[0, 0], group_names=("all",))
-    >>> train, val, test = divide(source, two, ["ann", "bob"], (1.0, 0.0, 0.0), 0, [np.array([4, 5])])
+    >>> tests = [np.array([4, 5])]
+    >>> train, val, test = divide(source, two, ["ann", "bob"], (1.0, 0.0, 0.0), 0, tests)
     >>> train.sizes.tolist(), test.of(0).tolist(), test.of(1).tolist()
     ([2, 2], [4, 5], [4, 5])
     """

@@ -1,1 +1,1 @@
-"""What happens inside a round: local training of stacked clients, evaluation, memory."""
+"""The in-process engine: local training of stacked clients, evaluation and memory."""

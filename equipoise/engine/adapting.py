@@ -11,13 +11,13 @@ from equipoise.tree import Parts, Tree
 
 @dataclass(frozen=True)
 class Adapting(LocalRule):
-    """Adapts the received model to a client without a memory; see :meth:`LocalRule.adapt`."""
+    """Adaptation of the model to a client without a memory; see :meth:`LocalRule.adapt`."""
 
     rule: LocalRule
 
     @property
     def keeps(self) -> Parts:  # type: ignore[override]
-        """Keep what the rule keeps."""
+        """Return the parts that the rule keeps."""
         return self.rule.keeps
 
     def phases(self) -> Sequence[Phase]:
@@ -25,7 +25,7 @@ class Adapting(LocalRule):
         return self.rule.adapt()
 
     def facts(self) -> Mapping[str, Fact]:
-        """Return the facts that the rule's losses may read; those computed after training are not needed."""
+        """Return the facts that the rule's losses may read, without those after training."""
         return {name: fact for name, fact in self.rule.facts().items() if fact.model != "trained"}
 
     def first_memory(self, model: Tree) -> dict[str, Tree]:

@@ -16,14 +16,14 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 @contextmanager
 def exact_arithmetic(machine: Machine) -> Iterator[None]:
-    """Ask PyTorch for deterministic kernels, and for TF32 only if the machine settings say so, while the block runs."""
+    """Use deterministic kernels in this context, and TF32 only if the settings allow it."""
     cudnn, matmul, deterministic = (
         torch.backends.cudnn,
         torch.backends.cuda.matmul,
         torch.utils.deterministic,
     )
-    # Deterministic mode would also overwrite all fresh memory, which costs time and matters only to
-    # code that reads it.
+    # Deterministic mode would also fill all new memory, which takes time and matters only for code
+    # that reads uninitialized values.
     wanted = (
         (cudnn, "benchmark", False),
         (cudnn, "allow_tf32", machine.tf32),
@@ -32,8 +32,8 @@ def exact_arithmetic(machine: Machine) -> Iterator[None]:
     )
     found = [(owner, name, getattr(owner, name)) for owner, name, _ in wanted]
     mode = torch.get_deterministic_debug_mode()
-    # As ``use_deterministic_algorithms(True)``, which would also import PyTorch's compiler: a
-    # second at every start.
+    # This is ``use_deterministic_algorithms(True)`` without importing PyTorch's compiler, which
+    # takes a second at every start.
     torch.set_deterministic_debug_mode("error")
     for owner, name, value in wanted:
         setattr(owner, name, value)

@@ -1,4 +1,4 @@
-"""Which samples every client of a chunk sees at which step."""
+"""The samples that each client of a chunk uses in each step."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from equipoise.random import Purpose, fold_tensor, permutations
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of one phase, for clients ordered by falling number of steps.
+    """The batches of one phase, for clients ordered by decreasing number of steps.
 
     Attributes
     ----------
     positions : Tensor
         Positions in the federation's data, ``[clients, batches, width]``; padding repeats a sample
-        of the client. The width is the batch size, or less where no client holds as many samples.
+        of the client. The width is the batch size, or less if no client holds as many samples.
     held : Tensor
-        Positions of all samples the clients hold, one client after the other.
+        Positions of all samples of the clients, one client after the other.
     index : Tensor
-        Where in ``held`` the positions are.
+        The indices of the positions in ``held``.
     sizes : int array
-        How many samples each client holds, ``[clients]``.
+        Number of samples of each client, ``[clients]``.
     counts : int array
-        How many of the rows are samples and not padding, ``[clients, batches]``.
+        Number of rows that are samples and not padding, ``[clients, batches]``.
     steps : int array
-        How many steps each client makes, ``[clients]``, never rising.
+        Number of steps of each client, ``[clients]``, in non-increasing order.
     keys : Tensor
-        Key of the random numbers of each client and batch, ``[clients, batches]``.
+        Random key of each client and batch, ``[clients, batches]``.
     a_step : int
-        How many batches in a row a step looks at.
+        Number of consecutive batches per step.
     """
 
     positions: Tensor
@@ -48,26 +48,26 @@ class Batches:
     a_step: int = 1
 
     def of_step(self, step: int) -> int | slice:
-        """Say which batches a step looks at: one without an axis of its own, or several."""
+        """Return the batches of a step: an index for a single batch, or a slice for several."""
         return step if self.a_step == 1 else slice(step * self.a_step, (step + 1) * self.a_step)
 
     def split(self, parts: int) -> Batches:
-        """Cut every batch into parts, which are the batches of a step.
+        """Divide every batch into parts, which are the batches of a step.
 
-        Part j of a batch of c samples holds samples ⌊j c / parts⌋ to ⌊(j + 1) c / parts⌋, the last
-        of them left out, and at least one: a batch with fewer samples than parts has parts that
+        Part j of a batch of c samples has the samples from ⌊j c / parts⌋ to ⌊(j + 1) c / parts⌋,
+        excluding the last, but at least one: in a batch with fewer samples than parts, some parts
         share a sample. Halves of a batch with an odd number of samples differ by one, and the
-        second is the larger. Every part has random numbers of its own.
+        second is the larger. Every part has its own random numbers.
 
         Parameters
         ----------
         parts : int
-            How many parts a batch has.
+            Number of parts per batch.
 
         Returns
         -------
         Batches
-            With as many steps, and ``parts`` batches a step.
+            With the same number of steps, and ``parts`` batches per step.
         """
         edges = np.arange(parts + 1) * self.counts[..., None] // parts
         first, end = edges[..., :-1], np.maximum(edges[..., 1:], edges[..., :-1] + 1)
@@ -93,12 +93,12 @@ class Batches:
         )
 
     def samples(self) -> NDArray[np.int64]:
-        """Count the samples each client sees, as often as it sees them; ``[clients]``."""
+        """Return the number of samples that each client processes, with repetitions."""
         made = np.arange(self.counts.shape[1]) < self.a_step * self.steps[:, None]
         return np.where(made, self.counts, 0).sum(1)
 
     def active(self, step: int) -> int:
-        """Return the number of clients still training at a step: the first so many of the chunk."""
+        """Return the number of clients that train in a step: the first ones of the chunk."""
         return int(np.searchsorted(-self.steps, -step, side="left"))
 
 
@@ -116,30 +116,30 @@ def draw_batches(
 ) -> Batches:
     """Draw the batches of a phase for a chunk of clients.
 
-    Every epoch is a new permutation of the client's samples, cut into batches of which the last may
-    be smaller. Steps run through as many epochs as it takes. Where a step looks at several batches,
-    it takes the next ones in a row: n epochs of b batches are ⌈n b / a_step⌉ steps, and a last step
-    that runs out of batches goes on with those of one more epoch. A client with a single batch so
-    sees it again, in another order.
+    Every epoch is a new permutation of the client's samples, divided into batches of which the last
+    may be smaller. Steps use as many epochs as they need. If a step has several batches, it uses
+    consecutive ones: n epochs of b batches are ⌈n b / a_step⌉ steps, and if batches run out in the
+    last step, it uses those of one more epoch. A client with a single batch therefore gets it
+    again, in another order.
 
     Parameters
     ----------
     split : Split
-        Who holds which training samples.
+        The training samples of each client.
     indices : Tensor
         ``split.indices`` on the device.
     clients : int array
-        The chunk, ordered by falling number of steps.
+        The chunk, ordered by decreasing number of steps.
     keys : Tensor
-        One key a client, of this round.
+        One key per client, of this round.
     phase : int
         Position of the phase in the local rule; part of every random number.
     batch_size, shuffle
         As in the training settings.
     steps : int array
-        How many steps each client makes; see :func:`equipoise.engine.work.steps_of`.
+        Number of steps of each client; see :func:`equipoise.engine.work.steps_of`.
     a_step : int
-        How many batches a step looks at.
+        Number of batches per step.
 
     Returns
     -------

@@ -140,14 +140,14 @@ def even_chunks(clients: int, most: int) -> int:
 
 
 def samples_a_pass(network: Network, models: int) -> int:
-    """Choose the number of samples of a pass without gradient, over all models together.
+    """Return the number of samples of a pass without gradient, over all models together.
 
     Parameters
     ----------
     network : Network
         The model.
     models : int
-        How many clients' models look at samples of their own; 1 if all share one.
+        Number of models that process different samples; 1 if all clients share one.
 
     Returns
     -------
@@ -168,7 +168,7 @@ def samples_a_pass(network: Network, models: int) -> int:
 
 
 def samples_an_encoding(network: Network) -> int:
-    """Choose how many samples the stem encodes at a time.
+    """Return the number of samples that the stem encodes at a time.
 
     Examples
     --------

@@ -40,10 +40,9 @@ log = logging.getLogger("equipoise")
 class StackedCohort:
     """The clients of one round, stacked chunk by chunk; see :class:`equipoise.method.Cohort`.
 
-    ``bytes_down`` and ``bytes_up`` count what has crossed between server and clients so far,
-    ``delivers`` names what clients hold for good once the round is over. ``local_metrics`` holds
-    loss and metrics of the models that clients have trained, by split, if ``evaluates_local`` asked
-    for them.
+    ``bytes_down`` and ``bytes_up`` are the bytes sent between server and clients so far.
+    ``delivers`` has the trees that clients keep after the round. ``local_metrics`` has loss and
+    metrics of the models that clients have trained, by split, if ``evaluates_local`` is set.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class StackedCohort:
     ) -> None:
         self.engine, self.method, self.round = engine, method, round_
         self.memory = engine.memory if memory is None else memory
-        # Training itself has no purpose in its keys: it is what all other uses differ from.
+        # Keys of training have no purpose; those of all other uses have one.
         self.purpose = purpose
         self._gather(clients)
         self.key = fold(engine.seed, round_, Purpose.SERVER)
@@ -76,9 +75,9 @@ class StackedCohort:
 
     @property
     def rounds(self) -> int:
-        """How many rounds the run lasts.
+        """The number of rounds of the run.
 
-        A run whose method has asked for this cannot be made longer.
+        If the method has read this, the run cannot be extended.
         """
         self.engine.total_was_read = True
         return self.engine.training.rounds
@@ -97,7 +96,7 @@ class StackedCohort:
     def train(
         self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
     ) -> Updates:
-        """Send, have every client train, and collect; see :meth:`equipoise.method.Cohort.train`."""
+        """Train every client and collect updates; see :meth:`equipoise.method.Cohort.train`."""
         refuse_second_training(self._trained)
         self._trained = True
         model = shared["model"]
@@ -156,7 +155,7 @@ class StackedCohort:
         in_order = bool((order[1:] > order[:-1]).all())
 
         def gather(stacks: list[Tensor]) -> Tensor:
-            """Join stacks of clients, and put them in the order of the cohort's ids."""
+            """Concatenate stacks of clients, in the order of the cohort's ids."""
             joined = stacks[0] if len(stacks) == 1 else torch.cat(stacks)
             return joined if in_order else joined[back.to(joined.device)]
 
@@ -167,16 +166,16 @@ class StackedCohort:
             return {name: gather_tree([group[name] for group in groups]) for name in groups[0]}
 
         memories, uploads, reports = zip(*collected, strict=True)
-        # A round that is repeated after a failure starts from what was committed before it.
+        # A round that is repeated after a failure starts from the last committed memories.
         self.memory.forget_pending()
         self.memory.write(self.ids, gather_trees(list(memories)))
         return gather_tree([stack]), gather_trees(list(uploads)), gather_tree(list(reports))
 
     def _usable(self, updates: Updates, model: Tree) -> Updates:
-        """Leave out clients whose updates cannot be used, unless that is all of them.
+        """Leave out clients whose updates cannot be used, unless none can be used.
 
-        If no update is usable, the settings are wrong and not a client. The round loop then says
-        so.
+        If no update can be used, the settings are wrong and not a client. The round loop then
+        raises an error.
         """
         if len(self.ids) == 1 or self.purpose:
             return updates
@@ -185,7 +184,7 @@ class StackedCohort:
             return updates
         named = {int(self.ids[position]): reason for position, reason in faults.items()}
         log.warning(
-            "round %d goes on without %s",
+            "round %d continues without %s",
             self.round + 1,
             ", ".join(f"client {c}: {why}" for c, why in named.items()),
         )
@@ -350,7 +349,7 @@ class StackedCohort:
         members: NDArray[np.int64],
         split: Split | None = None,
     ) -> Tree:
-        """Go through the samples of a chunk's clients, and return the fact of each, stacked."""
+        """Return a fact of each client of a chunk, stacked."""
         own, still = (
             ({}, self.engine.network.initial())
             if fact.model == "first"
@@ -373,7 +372,7 @@ class StackedCohort:
     def _nothing_known(
         self, name: str, fact: Fact, chunk: Chunk, members: NDArray[np.int64]
     ) -> Tree:
-        """Return zeros in the form of a fact that nobody has worked out yet."""
+        """Return zeros in the form of a fact that has not been computed yet."""
         train = self.engine.view.train
         clients = np.arange(train.clients) == self.ids[members[0]]
         one_sample = Split(
@@ -627,32 +626,33 @@ def _gradient_weight(
 
 
 def refuse_second_training(trained: bool) -> None:
-    """Refuse to train a cohort twice: what clients remember of the first training would be lost."""
+    """Refuse to train a cohort twice, because the memories of the first training would be lost."""
     if trained:
         raise InputError(
-            "this cohort has trained already, and a second training would overwrite what clients "
-            "remember of the first; valid: one train() a round, with a phase for each stage"
+            "this cohort has already trained, and a second training would overwrite the memories "
+            "of the first; valid: one train() per round, with a phase for each stage"
         )
 
 
 def check_rows(each: Mapping[str, Tensor], clients: int) -> None:
-    """Refuse what is sent to each client if it has not one row a client.
+    """Refuse tensors for each client that do not have one row per client.
 
     Examples
     --------
     >>> check_rows({"share": torch.ones(2)}, 3)
     Traceback (most recent call last):
-    equipoise.errors.InputError: each['share'] has 2 rows for 3 clients; valid: a row a client
+    equipoise.errors.InputError: each['share'] has 2 rows for 3 clients; valid: one row per client
     """
     for name, rows in each.items():
         if len(rows) != clients:
             raise InputError(
-                f"each[{name!r}] has {len(rows)} rows for {clients} clients; valid: a row a client"
+                f"each[{name!r}] has {len(rows)} rows for {clients} clients; valid: one row per "
+                "client"
             )
 
 
 def question_of(method: Method, question: str) -> Callable[..., Any]:
-    """Return what answers a question: a method of the local rule, or else of the aggregation.
+    """Return the method that answers a question: of the local rule, or else of the aggregation.
 
     Examples
     --------
@@ -677,7 +677,7 @@ def question_of(method: Method, question: str) -> Callable[..., Any]:
 
 
 def repeated(tensor: Tensor, count: int) -> Tensor:
-    """Copy a tensor once for every client.
+    """Repeat a tensor for every client.
 
     Examples
     --------

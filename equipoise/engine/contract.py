@@ -18,7 +18,7 @@ from equipoise.method import Cohort, Method, Phase
 from equipoise.metrics import Metric
 from equipoise.tree import Tree
 
-# The reason of clients that are left out because they did not answer a question after training.
+# The reason for clients that are left out because they did not answer a question after training.
 LOST = "lost after training"
 
 
@@ -42,27 +42,27 @@ class ClientsLost(RunError):
 
 
 class RoundCohort(Cohort, Protocol):
-    """A cohort as the round loop sees it.
+    """The interface of cohorts for the round loop.
 
     Attributes
     ----------
     wanted_reports : set of str
-        Reports the round loop wants besides those the aggregation needs.
+        Reports that the round loop needs in addition to those of the aggregation.
     evaluates_local : bool
-        Whether clients evaluate the models they train in this round. Set by the round loop before
-        training.
+        Whether clients evaluate the models that they train in this round. Set by the round loop
+        before training.
     left_out : dict
         Clients that were asked but are left out of this round, with the reason. ``ids`` and the
-        other attributes then contain the remaining clients only.
+        other attributes then contain only the remaining clients.
     bytes_up, bytes_down : int
-        The bytes of tensors and reports that have crossed between server and clients so far.
+        Bytes of tensors and reports sent to and from the server so far.
     bytes_overhead : int
-        The bytes of names, headers and settings around them, where messages are sent.
+        Bytes of names, headers and settings, if messages are sent.
     messages : int
-        The messages to clients so far; each has one answer.
+        Number of messages to clients so far. Each has one answer.
     evaluations : int
-        How often clients have evaluated a model on a split for the method: in questions, and for
-        the reports that the aggregation needs.
+        Number of times that clients have evaluated a model on a split for the method: in questions,
+        and for the reports that the aggregation needs.
     """
 
     wanted_reports: set[str]
@@ -76,38 +76,38 @@ class RoundCohort(Cohort, Protocol):
 
     @property
     def local_metrics(self) -> dict[str, Measured]:
-        """Loss and metrics of the clients' local models on ``val`` and ``test``, in the order of ``ids``.
+        """Loss and metrics of local models on ``val`` and ``test``, in the order of ``ids``.
 
         A local model is the model of a client after its training in this round, before aggregation.
-        Empty unless ``evaluates_local`` was set. Methods do not see these values, and their bytes
-        are not counted: they are evaluation.
+        Empty unless ``evaluates_local`` was set. Methods do not see these values. Their bytes are
+        not counted, because they are part of evaluation.
         """
 
     def without(self, ids: Iterable[int], dropped: str | None = None) -> RoundCohort:
-        """Return the cohort less some clients, which ``left_out`` then names.
+        """Return the cohort without some clients, which are then in ``left_out``.
 
         Parameters
         ----------
         ids : iterable of int
             The clients.
         dropped : str, optional
-            Why the server drops them. Without it they were lost after training. Dropped clients
-            have answered, so they count as clients that did.
+            Why the server drops them. By default they were lost after training. Dropped clients
+            count as clients that have answered.
         """
 
 
 @dataclass(frozen=True)
 class Personal:
-    """Which personal models are meant.
+    """The description of personal models.
 
     Attributes
     ----------
     method : Method
-        Its local rule says what clients keep, and how those without a memory adapt.
+        Its local rule defines what clients keep, and how clients without a memory adapt.
     fine_tune : tuple of Phase
-        What every client does after that.
+        Phases of fine-tuning after that.
     round : int
-        Rounds finished.
+        Number of finished rounds.
     """
 
     method: Method
@@ -125,18 +125,18 @@ class Engine(Protocol):
     machine : Machine
         Device and precision of the server.
     chunk : int
-        How many clients are stacked.
+        Number of clients that are stacked.
     absent : dict
-        Clients that did not answer when models were evaluated last, with the reason.
+        Clients that did not answer in the last evaluation, with the reason.
     metrics : tuple of Metric
-        What clients measure besides the loss and the task's own metrics when models are evaluated.
-        Set by the round loop.
+        Metrics of evaluation in addition to the loss and the task's own metrics. Set by the round
+        loop.
     counting : Counting or None
-        Counts clients' samples by their attributes when models are evaluated. Set by the round loop
-        where it has the data.
+        Counts clients' samples by their attributes in evaluation. Set by the round loop if it has
+        the data.
     total_was_read : bool
-        Whether the method has asked a cohort how many rounds the run lasts, so that its results
-        depend on that.
+        Whether the method has read the number of rounds from a cohort, so that its results depend
+        on it.
     """
 
     network: Network
@@ -148,32 +148,32 @@ class Engine(Protocol):
     total_was_read: bool
 
     def newcomers(self) -> Sequence[int]:
-        """Return the clients that have registered since the last call, and add them to the federation."""
+        """Add clients that have registered since the last call to the federation; return them."""
 
     def cohort(self, method: Method, clients: NDArray[np.int64], round_: int) -> RoundCohort:
-        """Gather clients for a round (counted from 0)."""
+        """Return the cohort of a round (counted from 0)."""
 
     def evaluate(
         self, model: Tree, clients: NDArray[np.int64], *, personal: Personal | None = None
     ) -> dict[str, Measured]:
-        """Evaluate the global model, or the personal models made of it, on the clients' validation and test splits."""
+        """Evaluate the global model, or personal models made from it, on ``val`` and ``test``."""
 
     def evaluate_server(self, model: Tree) -> dict[str, Measured]:
-        """Evaluate the global model on the samples that the server holds, by split; empty if it holds none."""
+        """Return metrics of the global model on the server's samples, by split."""
 
     def averaged_kept(self, method: Method, model: Tree) -> Tree:
-        """Average what clients keep of the shared model, weighted as the method weighs clients."""
+        """Return the mean of the parts that clients keep, with the method's weights."""
 
     def kept_parts(self, method: Method, model: Tree, clients: NDArray[np.int64]) -> Tree:
-        """Return what clients keep of the shared model, stacked in the order of ``clients``."""
+        """Return the parts of the shared model that clients keep, stacked as in ``clients``."""
 
     def refuse_keeping_local(self, method: Method) -> None:
-        """Raise an error that gives the reason if the server cannot save the local models of clients."""
+        """Raise an error with the reason if the server cannot save the local models of clients."""
 
     def personal_models(
         self, model: Tree, personal: Personal, clients: NDArray[np.int64]
     ) -> tuple[Tree, Tree]:
-        """Return what clients' personal models share, and what differs, stacked in the order of ``clients``."""
+        """Return common and stacked tensors of personal models, in the order of ``clients``."""
 
     @property
     def not_replayed(self) -> str | None:
@@ -181,7 +181,7 @@ class Engine(Protocol):
 
     @property
     def remembering(self) -> list[int]:
-        """The clients whose memories are at hand here, in rising order."""
+        """The clients whose memories are available here, in ascending order."""
 
     def while_busy(self, work: Callable[[], None]) -> None:
         """Do some work of the host that nobody waits for: now, or while a GPU trains.
@@ -190,13 +190,13 @@ class Engine(Protocol):
         """
 
     def commit(self, cohort: Any) -> None:
-        """Make what the clients of a cohort wrote in its round their newest memory."""
+        """Mark the memories that a cohort wrote in its round as the newest ones."""
 
     def keep(self) -> None:
-        """Keep the current memories: the models of this round are the best so far."""
+        """Keep the current memories, because the models of this round are the best so far."""
 
     def export(self) -> Tree:
-        """Return what a checkpoint must hold of the engine."""
+        """Return the state of the engine for a checkpoint."""
 
     def restore(self, tensors: Tree) -> None:
         """Read what :meth:`export` wrote."""

@@ -10,8 +10,7 @@ from torch import Tensor
 from equipoise.federation import Federation
 from equipoise.samples import Samples
 
-# Data larger than this share of a GPU's memory stays on the host, and batches are copied one by
-# one.
+# Data larger than this share of a GPU's memory stay on the host, and batches are copied one by one.
 _LARGEST_SHARE = 0.4
 
 
@@ -38,13 +37,13 @@ class DeviceData:
     Parameters
     ----------
     federation : Federation
-        Whose data.
+        The federation with the data.
     device : torch.device
-        Where batches are wanted.
+        The device of batches.
     dtype : torch.dtype
         Type of floating point samples and targets.
     x : Tensor or Samples, optional
-        What to fetch in place of the federation's samples, such as encoded ones.
+        Samples that replace those of the federation, such as encoded ones.
 
     Examples
     --------
@@ -84,24 +83,24 @@ class DeviceData:
         return self.inputs(positions), self.targets(positions)
 
     def inputs(self, positions: Tensor) -> Tensor:
-        """Return the samples alone."""
+        """Return only the samples."""
         if isinstance(self.x, Tensor) and self._resident:
             return at(self.x, positions.to(self.device))
         rows: Tensor = _Read.apply(positions, self)
         return rows
 
     def targets(self, positions: Tensor) -> Tensor:
-        """Return the targets alone."""
+        """Return only the targets."""
         return at(self.y, positions.to(self.device))
 
     def read(self, positions: Tensor) -> Tensor:
-        """Read samples that are not on the device: each of them once, in the order in which they are stored."""
+        """Read samples that are not on the device, each once and in the order of storage."""
         wanted, index = torch.unique(positions.cpu(), return_inverse=True)
         return at(self.x[wanted].to(self.device, self._dtype), index.to(self.device))
 
 
 class _Read(torch.autograd.Function):
-    """`DeviceData.read`, also where a loss asks for samples inside ``vmap``: then it reads those of all clients."""
+    """`DeviceData.read` with a ``vmap`` rule, which reads the samples of all clients at once."""
 
     @staticmethod
     def forward(positions: Tensor, data: DeviceData) -> Tensor:
@@ -124,12 +123,12 @@ class _Read(torch.autograd.Function):
 
 
 def _target_type(given: torch.dtype, floating: torch.dtype) -> torch.dtype:
-    """Return the type values take on the device: floating point numbers change, whole numbers stay what they are."""
+    """Return the type of values on the device: ``floating`` for floating point, else unchanged."""
     return floating if given.is_floating_point else given
 
 
 def _fits(size: int, device: torch.device) -> bool:
-    """Say whether this many bytes may be copied to the device."""
+    """Return whether this many bytes may be copied to the device."""
     return (
         device.type != "cuda"
         or size <= _LARGEST_SHARE * torch.cuda.get_device_properties(device).total_memory

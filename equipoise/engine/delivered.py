@@ -1,4 +1,4 @@
-"""Trees that are sent to a client once and named by their hash afterwards."""
+"""Trees that are sent to a client only once, and identified by their hash afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PREFIX = "delivered/"
 
 
 class Delivered:
-    """Which clients hold which trees.
+    """A record of which clients hold which trees.
 
     Examples
     --------
@@ -28,7 +28,7 @@ class Delivered:
         self._hashed: dict[str, Tree] = {}
 
     def digest_of(self, tree: Tree) -> str:
-        """Return a tree's hash; it is computed once for the same tensors."""
+        """Return a tree's hash, which is computed only once for the same tensors."""
         for known, hashed in self._hashed.items():
             if tree.keys() == hashed.keys() and all(
                 tensor is hashed[name] for name, tensor in tree.items()
@@ -44,11 +44,11 @@ class Delivered:
         return [client for client in clients if client not in holders]
 
     def mark(self, name: str, clients: Iterable[int]) -> None:
-        """Note that clients hold a tree from now on."""
+        """Record that clients hold a tree."""
         self._holders.setdefault(name, set()).update(int(client) for client in clients)
 
     def unmark(self, client: int) -> None:
-        """Note that a client has lost everything it held."""
+        """Record that a client has lost all trees."""
         for holders in self._holders.values():
             holders.discard(client)
 
@@ -59,7 +59,7 @@ class Delivered:
         }
 
     def restore(self, tensors: Tree) -> Tree:
-        """Read what :meth:`export` wrote, and return the tensors that are something else."""
+        """Read what :meth:`export` wrote, and return all other tensors."""
         own = {name: ids for name, ids in tensors.items() if name.startswith(_PREFIX)}
         self._holders = {
             name.removeprefix(_PREFIX): {int(i) for i in ids} for name, ids in own.items()

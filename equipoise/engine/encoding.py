@@ -17,15 +17,15 @@ from equipoise.federation import Federation
 def open_data(
     network: Network, federation: Federation, training: Training, machine: Machine
 ) -> DeviceData:
-    """Check the model on a few samples, and load all samples, encoded if the model has a stem.
+    """Check the model on a few samples, and load all samples.
 
-    If the model has a stem, samples are encoded by it once, unless they are augmented, a method has
-    brought a part that changes them first, or ``machine.encode`` is off.
+    If the model has a stem, samples are encoded with it once, unless they are augmented, a method
+    has added a part that changes them first, or ``machine.encode`` is false.
 
     Parameters
     ----------
     network : Network
-        The model; its ``encoded`` is set.
+        The model. Its attribute ``encoded`` is set.
     federation : Federation
         The samples.
     training, machine
@@ -34,7 +34,7 @@ def open_data(
     Returns
     -------
     DeviceData
-        What ``network`` takes as x.
+        The data that ``network`` takes as x.
     """
     device, dtype = network.device, network.dtype
     network.classes = federation.classes
@@ -52,8 +52,8 @@ def open_data(
             samples.to(device, dtype if samples.is_floating_point() else samples.dtype)
         )
 
-    # The key contains everything that affects rounding, so that results depend on the settings
-    # alone.
+    # The key contains everything that affects rounding, so that results depend only on the
+    # settings.
     arithmetic = device.type, dtype, network.lowered, network.autocast, machine.tf32
     with exact_arithmetic(machine):
         key = "stem", network.stem_digest, *map(str, arithmetic)

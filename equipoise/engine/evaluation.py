@@ -110,9 +110,9 @@ class _Collected:
     Parameters
     ----------
     metrics : sequence of Metric
-        What to measure.
+        The metrics.
     counting : Counting or None
-        What to count by attributes.
+        Counts samples by attributes.
     split : Split
         The split with the samples.
     clients : int array
@@ -123,7 +123,7 @@ class _Collected:
     any : bool
         Whether outputs are needed at all.
     sizes : int array
-        How many samples each client holds.
+        Number of samples of each client.
     values : dict of float64 arrays
         One value per client, NaN where a client holds no sample or the metric is undefined.
     """
@@ -151,8 +151,8 @@ class _Collected:
         self._missing = 0 if self._client is None else int(self.sizes[self._client])
 
     def add(self, output: Tensor, y: Tensor) -> None:
-        """Take the outputs and targets of the next samples, which may be of several clients."""
-        # Copied once. Clients get views of it.
+        """Add the outputs and targets of the next samples, which may be of several clients."""
+        # Copy once; clients get views of the copy.
         output, y = output.cpu(), y.cpu()
         begin = 0
         while begin < len(output) and self._client is not None:
@@ -166,7 +166,7 @@ class _Collected:
                 self._next()
 
     def measure(self, position: int, outputs: list[Tensor], targets: list[Tensor]) -> None:
-        """Measure the client at a position of ``clients``."""
+        """Compute the metrics of the client at a position of ``clients``."""
         output, y, client = torch.cat(outputs), torch.cat(targets), int(self.clients[position])
         found = measure(self.metrics, output, y, client)
         if self.counting is not None:
@@ -200,7 +200,7 @@ def _collect_repeated(network: Network, data: DeviceData, params: Tree, wanted: 
 def _gather(
     split: Split, clients: NDArray[np.int64], sizes: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """List the samples of clients, one client after the other."""
+    """Return the samples of clients, one client after the other."""
     if len(clients) == split.clients and (np.diff(clients) == 1).all():
         return split.indices
     ends = np.cumsum(sizes)
@@ -312,7 +312,7 @@ def _sums_of_chunk(
         for output in answered:
             found, asked = (output if active > 1 else output.unsqueeze(0)).cpu(), y.cpu()
             for position in range(active):
-                # Indexed, not sliced: a copy, so that the padding of the pass is not kept.
+                # Index instead of slice, to copy and not keep the padding of the pass in memory.
                 own = torch.from_numpy(inside[position])
                 outputs[position].append(found[position][own])
                 targets[position].append(asked[position][own])

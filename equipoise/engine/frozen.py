@@ -20,17 +20,16 @@ from equipoise.tree import PERSONAL, Tree, in_parts
 if TYPE_CHECKING:
     from equipoise.engine.local import Chunk
 
-# The most z may take, in bytes. That is all of CIFAR-10 with 4096 features, and little on any
-# machine that trains such a model. It is the same everywhere, so that the same run takes the same
-# path everywhere.
+# Maximum size of z in bytes. This is enough for CIFAR-10 with 4096 features, and little memory on
+# any machine that trains such a model. It is a constant, so that a run takes the same path on every
+# machine.
 _LARGEST = 1 << 30
 
 
 def features_rest(chunk: Chunk, moving: frozenset[str]) -> bool:
-    """Say whether z of a sample is constant while some of the chunk's parameters are trained.
+    """Return whether z of a sample is constant while some of the chunk's parameters are trained.
 
-    Clients with personal features have two z of a sample, and augmented samples change in every
-    step.
+    With personal features a sample has two z, and augmented samples change in every step.
     """
     touched = (
         name.removeprefix(PERSONAL)
@@ -45,9 +44,9 @@ def features_rest(chunk: Chunk, moving: frozenset[str]) -> bool:
 
 
 class FrozenFeatures:
-    """z and the targets of a chunk's samples, fetched as samples are; one chunk's at a time.
+    """z and targets of the samples of one chunk at a time, fetched like samples.
 
-    They keep their place in memory until more room is needed; ``moves`` counts the reallocations.
+    Their memory is reused until more is needed; ``moves`` counts the reallocations.
     """
 
     _data: DeviceData
@@ -62,10 +61,9 @@ class FrozenFeatures:
         self._like: Tensor | None = None
 
     def serves(self, chunk: Chunk, batches: Sequence[Batches]) -> bool:
-        """Say whether computing z once saves work in these phases, and z is not too large."""
+        """Return whether computing z once saves work in these phases, and z is not too large."""
         if (np.diff(batches[0].sizes) > 0).any():
-            # Where the steps of clients differ by more than their sizes, clients are not in the
-            # order of their sizes.
+            # Clients are ordered by steps, which may differ from the order of their sizes.
             return False
         samples = len(batches[0].held)
         looks = sum(int(own.samples().sum()) for own in batches)
@@ -76,7 +74,7 @@ class FrozenFeatures:
 
     @torch.no_grad()
     def _z_of_one(self, chunk: Chunk, batches: Batches) -> Tensor:
-        """Return z of one sample, which has the shape of all others."""
+        """Return z of one sample, to get its shape and type."""
         if self._like is None:
             network, x = chunk.network, chunk.data.inputs(batches.held[:1])
             self._like = network.resting_features(network.initial(), x)[0].to(network.dtype)
@@ -84,7 +82,7 @@ class FrozenFeatures:
 
     @torch.no_grad()
     def fill(self, chunk: Chunk, batches: Batches) -> None:
-        """Compute z of all samples the clients hold, with their features as they are now."""
+        """Compute z of all samples of the clients, with their current features."""
         network, held, sizes = chunk.network, batches.held, batches.sizes
         self._make_room(chunk, batches)
         self._data = chunk.data
@@ -126,16 +124,16 @@ class FrozenFeatures:
             self._z = z.new_empty(self._room, *z.shape)
 
     def fetch(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return z and the targets of samples by their index (see :class:`~equipoise.engine.batches.Batches`)."""
-        # The head must get z in the type in which features give it. Autocast may lower it for a
-        # lone client only.
+        """Return z and the targets of samples by their index; see `equipoise.engine.batches`."""
+        # The head must get z in the type that features return. Autocast lowers it only for a single
+        # client.
         return at(self._z, index).to(self._type), at(self._y, index)
 
     def batch(self, z: Tensor, index: Tensor) -> Precomputed:
-        """Make the batch of one client; its samples are fetched if the loss reads them."""
+        """Return the batch of one client. Its samples are fetched if the loss reads them."""
         return Precomputed(z, lambda: self._data.inputs(at(self._held, index)))
 
 
 def _room(samples: int) -> int:
-    """Round up to a power of two, because recorded steps are lost with every reallocation."""
+    """Round up to a power of two, because every reallocation invalidates recorded steps."""
     return 1 << (samples - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Which tensors of a client travel, which stay with it, and which neither move nor differ."""
+"""Which tensors of a client are sent, which stay with it, and which are constant."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from equipoise.errors import InputError
 from equipoise.method import LocalRule
 from equipoise.tree import PERSONAL, Tree, select
 
-# The tree of a client's memory that the engine itself reads: the parts its local rule keeps.
+# The tree of a client's memory that the engine itself reads: the parts that its local rule keeps.
 KEPT = "kept"
 
 
 class Layout:
-    """The names of a local rule's tensors, sorted by where they live.
+    """The names of a local rule's tensors, by where they are stored.
 
     Parameters
     ----------
     local : LocalRule
-        Whose phases and kept parts to lay out.
+        The local rule, with its phases and kept parts.
     model : Tree
         The global model.
 
     Attributes
     ----------
     kept : list of str
-        The tensors a client keeps to itself.
+        The tensors that stay with a client.
     shared : list of str
         The tensors that a client trains and sends back.
 
@@ -52,21 +52,23 @@ class Layout:
         if stray := sorted(
             name for name in moving if name.startswith(PERSONAL) and name not in self.kept
         ):
-            raise InputError(f"{type(local).__name__} moves {stray[0]} but does not keep it")
+            raise InputError(
+                f"{type(local).__name__} trains {stray[0]} but does not keep it; add it to keeps"
+            )
         self.shared = [name for name in model if name in moving and name not in self.kept]
 
     def travelling(self, model: Tree, initial: Tree) -> list[str]:
-        """List the tensors of a model that must be sent to clients.
+        """Return the names of the tensors of a model that must be sent to clients.
 
-        Both sides build the same initial model. Tensors that no client trains for the others are
-        sent only if the server has changed them since.
+        Both sides build the same initial model. Tensors that are not trained and shared are sent
+        only if the server has changed them since.
 
         Parameters
         ----------
         model : Tree
             The model to send.
         initial : Tree
-            The model both sides began with.
+            The initial model of both sides.
 
         Returns
         -------
@@ -88,5 +90,5 @@ class Layout:
         ]
 
     def kept_parts(self, model: Tree) -> Tree:
-        """Return the kept parts of a client that has never taken part: those of the model it receives."""
+        """Return the kept parts of a client that has never taken part: those of the model."""
         return {name: model[name.removeprefix(PERSONAL)] for name in self.kept}

@@ -47,14 +47,14 @@ MOST_SHAPES, SHAPES_TO_POOL = 64, 0.5
 
 @dataclass(frozen=True)
 class Chunk:
-    """Clients that train together, and everything they need.
+    """Clients that train together, and everything that they need.
 
     Attributes
     ----------
     params : Tree
-        Parameters and buffers that move or are kept, stacked; trained in place.
+        Parameters and buffers that are trained or kept, stacked; they are updated in place.
     still : Tree
-        Those that neither move nor are kept: one copy for all.
+        Parameters and buffers that are neither trained nor kept: one copy for all.
     sent, each, memory, seen, round
         As a :class:`~equipoise.client.Client` sees them; all but ``sent`` and ``round`` are
         stacked.
@@ -182,14 +182,14 @@ class PhaseRun:
         self.params = [chunk.params[name] for name in self.names]
         self.state = pace.optimizer.begin(self.params)
         self.losses = torch.zeros(len(chunk.seen), dtype=torch.float64, device=chunk.seen.device)
-        # The task's part of the losses, where a method adds something to it.
+        # The task's part of the losses, if a method adds further terms.
         self.task_losses = torch.zeros_like(self.losses) if phase.adds_terms else self.losses
         # Asked once: whether an object has the methods of a protocol takes Python long to say.
         self._follows_rate = isinstance(phase.gradient, FollowsRate)
         self._active = 0
 
     def begin(self, batches: Batches, frozen: FrozenFeatures | None = None) -> None:
-        """Start the phase over with new batches: fresh optimizer state, no losses yet.
+        """Start the phase with new batches, a new optimizer state and no losses.
 
         With frozen features a step fetches z, and not x.
         """
@@ -331,7 +331,7 @@ class PhaseRun:
             given = self._fixed_rows, x, y, where, mask, self._each, self._memory, self._seen, key
             with in_plain_words(f"the loss {_named(loss)}"):
                 losses, of_task, buffers = of_all(moving, *given)
-            # Losses are kept, so that no others of the step take their place in memory.
+            # Keep losses, so that other tensors of the step do not reuse their memory.
             self._of_task |= {losses.data_ptr(): (losses, values) for values in of_task.values()}
             # BatchNorm statistics follow the step's first forward pass only, however often a
             # gradient rule looks again.
@@ -379,8 +379,8 @@ class PhaseRun:
                 else repr(values)
             )
             raise InputError(
-                f"the loss {_named(loss)} returned {what} for {len(y)} samples; valid: one value a "
-                f"sample, of shape ({len(y)},), so that padding can be left out"
+                f"the loss {_named(loss)} returned {what} for {len(y)} samples; valid: one value "
+                f"per sample, of shape ({len(y)},), so that padding can be left out"
             )
         task_loss = client.task_loss_of_step()
         of_task = {} if task_loss is None else {"task_loss": masked_mean(task_loss, mask)}
@@ -388,7 +388,7 @@ class PhaseRun:
         return masked_mean(values, mask), of_task, buffers
 
     def _augmented(self, x: Tensor, y: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Change the images of a batch, and their masks where pixels move."""
+        """Augment the images of a batch, and their masks if pixels move."""
         samples = torch.arange(x.shape[1], device=x.device)
         images, targets = x.flatten(0, 1), y.flatten(0, 1)
         for index, augmentation in enumerate(self.chunk.augment):
@@ -699,12 +699,13 @@ def _as_column(lr: Column, clients: int, device: torch.device) -> Tensor:
 def _copied(
     chunk: Chunk, paces: Sequence[Pace], rule: LocalRule
 ) -> tuple[Chunk, LocalRule, list[Pace]]:
-    """Copy all tensors of a chunk and its paces into memory of their own."""
+    """Copy all tensors of a chunk and its paces into separate memory."""
     copies = {
         field: tree_map_any(lambda leaf: leaf.clone(), getattr(chunk, field))
         for field in ("params", "still", "sent", "each", "memory", "seen", "round")
     }
-    return replace(chunk, **copies), rule, [replace(pace, lr=pace.lr.clone()) for pace in paces]  # type: ignore[union-attr]
+    own_paces = [replace(pace, lr=pace.lr.clone()) for pace in paces]  # type: ignore[union-attr]
+    return replace(chunk, **copies), rule, own_paces
 
 
 def finish_chunk(

@@ -25,16 +25,16 @@ def checked_memory(
     Parameters
     ----------
     given : object
-        What a local rule returned.
+        The memory or the uploads that a local rule returned.
     where : str
-        By what it was returned, for messages.
+        What returned it, for messages.
     like : mapping, optional
-        The memory it replaces. Tensors must keep their types and shapes.
+        The memory that it replaces. Tensors must keep their types and shapes.
 
     Returns
     -------
     dict
-        The same.
+        The same memory.
 
     Examples
     --------
@@ -78,8 +78,8 @@ def _shown(given: Any) -> str:
 class MemoryStore:
     """The memories of all clients that have taken part, stacked; other clients need no storage.
 
-    Round r reads what was committed before it and writes beside it, so a round that is repeated, or
-    resumed after a crash, never applies anything twice.
+    Round r reads the memories committed before it and writes new ones, so a round that is repeated,
+    or resumed after a crash, never applies an update twice.
 
     Examples
     --------
@@ -101,7 +101,7 @@ class MemoryStore:
 
     @property
     def clients(self) -> list[int]:
-        """The clients that have a memory, in rising order."""
+        """The clients that have a memory, in ascending order."""
         return sorted(self._slot)
 
     def read(
@@ -116,13 +116,13 @@ class MemoryStore:
         Parameters
         ----------
         clients : int array
-            Whose memories.
+            The clients.
         first : Memory
             The memory of a client that has none.
         device : torch.device, optional
-            Where to put them.
+            The device of the result.
         maybe : iterable of str
-            Trees to read too if any client has them; they are zero for the others.
+            Trees to read if any client has them; they are zero for the others.
         """
         slots = np.array([self._slot.get(int(client), -1) for client in clients], dtype=np.int64)
         seen = torch.from_numpy(slots >= 0).to(device)
@@ -164,7 +164,7 @@ class MemoryStore:
         self._pending.clear()
 
     def commit(self, only: NDArray[np.int64] | None = None) -> None:
-        """Make the stored memories the newest version, those of all clients or of some."""
+        """Make the stored memories of all or some clients the newest version."""
         for clients, flat in self._pending:
             if only is not None and not (kept := np.isin(clients, only)).all():
                 where = torch.from_numpy(np.flatnonzero(kept))
@@ -182,7 +182,7 @@ class MemoryStore:
         self._pending.clear()
 
     def _room(self, name: str, like: Tensor) -> Tensor:
-        """Return the stack of a name, doubled until every client with a slot fits."""
+        """Return the stack of a name, enlarged until every client with a slot fits."""
         stack = self._stacks.get(name)
         have, want = (0 if stack is None else len(stack)), len(self._slot)
         if stack is None or have < want:

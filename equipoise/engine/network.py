@@ -39,24 +39,24 @@ from equipoise.tree import Parts, Tree, digest, in_parts
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """Where a module holds a tensor of floating point numbers.
+    """The place of a floating point tensor in a module.
 
     Attributes
     ----------
     name : str
-        The dotted name; of a tensor that is held in several slots, the first one.
+        The dotted name; the first one if the tensor is in several slots.
     path : str
-        The dotted name of the layer that holds it; empty for the model itself.
+        The dotted name of the layer with the tensor; empty for the model itself.
     owner : dict
-        The dictionary of the layer that holds it.
+        The dictionary of the layer with the tensor.
     leaf : str
         Its name there.
     tensor : Tensor
-        What was there when the slot was found.
+        The tensor in the slot when it was found.
     is_parameter : bool
         Whether it is a parameter and not a buffer.
     frozen : bool
-        Whether it never moves and so belongs to the architecture.
+        Whether it is never trained and thus part of the architecture.
     """
 
     name: str
@@ -69,13 +69,13 @@ class Slot:
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
-    """Find every slot in which a module holds floating point numbers, parameters first.
+    """Return every slot of a module with floating point numbers, parameters first.
 
-    Frozen are parameters with ``requires_grad`` off, everything inside a
+    The following are frozen: parameters with ``requires_grad=False``, everything inside a
     :class:`~equipoise.models.frozen.Frozen` or in the stem of a
     :class:`~equipoise.models.base.Model`, buffers that are not persistent, and buffers of a module
-    whose parameters are all frozen. (For a layer without parameters, the nearest module around it
-    that has some decides.)
+    whose parameters are all frozen. (For a layer without parameters, the innermost module around it
+    that has parameters is used.)
 
     Examples
     --------
@@ -111,12 +111,14 @@ def slots_of(module: nn.Module) -> list[Slot]:
 
 
 def frozen_digest(module: nn.Module) -> str | None:
-    """Hash the frozen tensors of a module, or return ``None`` if there are none.
+    """Return a hash of the frozen tensors of a module, or ``None`` if there are none.
 
     Examples
     --------
-    >>> frozen_digest(nn.Linear(2, 2)) is None, frozen_digest(nn.Linear(2, 2).requires_grad_(False)) is None
-    (True, False)
+    >>> frozen_digest(nn.Linear(2, 2)) is None
+    True
+    >>> frozen_digest(nn.Linear(2, 2).requires_grad_(False)) is None
+    False
     """
     frozen = {slot.name: slot.tensor for slot in slots_of(module) if slot.frozen}
     return digest(frozen) if frozen else None
@@ -131,22 +133,22 @@ def _is_frozen_buffer(owners: Mapping[str, nn.Module], path: str, leaf: str) -> 
 
 
 _ALIGNED_ROWS = ("samples", "classes")
-# Stands for all parts of a model together.
+# Denotes all parts of a model together.
 _EVERY_PART = "*"
 
 
 class Pass(NamedTuple):
-    """What a forward pass leaves.
+    """The results of a forward pass.
 
     Attributes
     ----------
     output : Tensor
-        The output of what was applied.
+        The output of the model or of the part that was applied.
     z : Tensor
-        What the features made of the batch, in the type in which the head gets it; of a part other
-        than ``features``, or of a model with a ``forward`` of its own, the output.
+        The output of the features, in the type of the input of the head. It is the output for a
+        part other than ``features``, and for a model with its own ``forward``.
     buffers : Tree
-        The buffers of what was applied, as the pass leaves them.
+        The buffers after the pass.
     """
 
     output: Tensor
@@ -155,47 +157,46 @@ class Pass(NamedTuple):
 
 
 class Network:
-    """An ``nn.Module`` whose parameters and buffers are given with every call.
+    """An ``nn.Module`` whose parameters and buffers are arguments of every call.
 
     Methods that treat features and head differently need a module with the two submodules
     ``features`` and ``head``; see :func:`equipoise.models.headed.with_head`.
 
-    Frozen tensors (see :func:`slots_of`), and buffers of whole numbers or truth values, are part of
-    the architecture: all clients share one copy, and they are not trained, sent or averaged.
+    Frozen tensors (see :func:`slots_of`), and buffers of integers or booleans, are part of the
+    architecture: all clients share one copy, and they are not trained, sent or averaged.
 
-    Tensors are put straight into the module's own dictionaries, where attribute look-up finds them.
-    That is what ``torch.func.functional_call`` does too, but the slots are found once and not at
-    every step, which matters when a deep model takes small steps.
+    Tensors are put directly into the module's own dictionaries, where attribute look-up finds them.
+    ``torch.func.functional_call`` does the same, but here the slots are found only once and not in
+    every step. This is faster for deep models with small batches.
 
     Parameters
     ----------
     module : nn.Module
-        The model; it is copied, and layers of the copy are converted
+        The model. It is copied, and layers of the copy are converted
         (:func:`equipoise.models.layers.convert`).
     task : Task
         What is learned.
     device : torch.device
-        Where calls happen.
+        The device of all calls.
     dtype : torch.dtype
         Floating point type of parameters and buffers.
     autocast : torch.dtype, optional
-        Type of the arithmetic where autocast lowers it.
+        The type of autocast.
     lowered : torch.dtype, optional
-        Type in which the model's :class:`~equipoise.models.frozen.Frozen` modules are held and
-        computed, if it is not ``dtype``.
+        The type of the model's :class:`~equipoise.models.frozen.Frozen` modules, if it is not
+        ``dtype``.
 
     Attributes
     ----------
     encoded : bool
-        Whether x is what the model's stem makes of samples, and not the samples; set by the engine.
+        Whether x is the output of the model's stem instead of samples; set by the engine.
     classes : int or None
         The number of classes of the federation, if its task has any; set by the engine.
     activations, fixed_activations, stem_activations : int
-        How many numbers all layers together put out for each sample, how many for a batch whatever
-        its size (prompts in words), and those of the stem for each sample; :meth:`try_out` counts.
+        Total size of the outputs of all layers for each sample, for a batch of any size (such as
+        text prompts), and of the stem for each sample; set by :meth:`try_out`.
     unstackable : str
-        Why the model cannot be called for many clients at once; empty if it can. :meth:`try_out`
-        finds out.
+        Why clients cannot be stacked with this model; empty if they can. Set by :meth:`try_out`.
 
     Examples
     --------
@@ -226,7 +227,7 @@ class Network:
         self.encoded = False
         self.classes: int | None = None
         self.activations = self.fixed_activations = self.stem_activations = 0
-        # What the task measures; known once the model was tried out.
+        # The metrics of the task; set by try_out.
         self.measures: tuple[str, ...] = ()
         if lowered is not None:
             _lower(self.module, lowered)
@@ -243,7 +244,7 @@ class Network:
             for path, layer in owners.items()
             if isinstance(layer, Dropout | Recurrent)
         ]
-        # Of each part, the tensors that may move; None if it holds no tensors at all.
+        # The trainable tensors of each part; None if it has no tensors at all.
         self._tensors_of: dict[str, list[str] | None] = {}
         for part, _ in self.module.named_children():
             inside = [
@@ -254,52 +255,51 @@ class Network:
             )
         self._moving_parts: dict[str, bool] = {}
         self._training_parts = dict.fromkeys(["", *self._tensors_of], True)
-        # Whether the model's own code calls functions that must be carried out; known once the
-        # model was tried out.
+        # Whether the model's own code calls functions that must be replaced; set by try_out.
         self._functions: Carried | None = None
         self.unstackable = ""
         self._slots_of_part: dict[str | None, list[Slot]] = {}
-        # Frozen layers rest in every call, also where no phase says what moves.
+        # Frozen layers are in evaluation mode in every call, also if no phase sets what is trained.
         self.rest_unless(self._initial.__contains__)
 
     def initial(self) -> Tree:
-        """Return the parameters and buffers the module came with."""
+        """Return the original parameters and buffers of the module."""
         return dict(self._initial)
 
     @property
     def name(self) -> str:
-        """The class of the model, as its author knows it."""
+        """The original class of the model."""
         given: Any = self._given
         return type(given.features.body if isinstance(given, Headed) else given).__name__
 
     @cached_property
     def frozen_digest(self) -> str | None:
-        """Hash of the frozen tensors as they came, or ``None`` if there are none."""
+        """Hash of the original frozen tensors, or ``None`` if there are none."""
         return frozen_digest(self._given)
 
     @cached_property
     def stem(self) -> nn.Module | None:
-        """The frozen beginning of the model, which encodes samples once, if it has one."""
+        """The frozen first part of the model, which encodes samples once, or ``None``."""
         stem = getattr(self.module, "stem", None)
         return stem if isinstance(stem, nn.Module) and self.composed else None
 
     @cached_property
     def inputs(self) -> nn.Module | None:
-        """What changes samples before the stem and the features see them, if a method has brought such a part."""
+        """The part that a method has added before the stem and the features, or ``None``."""
         inputs = getattr(self.module, "inputs", None)
         return inputs if isinstance(inputs, nn.Module) and self.composed else None
 
     @property
     def stem_digest(self) -> str:
-        """Hash of the stem: its layers and its tensors as they came."""
+        """Hash of the stem: its layers and its original tensors."""
         stem: Any = self._given.stem
         return digest_of(stem) + hashlib.sha256(repr(stem).encode()).hexdigest()
 
     @cached_property
     def separable(self) -> bool:
-        """Whether an output is the head of z, and features that do not move make the same z of a sample whatever its batch.
+        """Whether outputs are head(z), and z of a sample is constant if features are not trained.
 
-        Features without parameters cannot be said not to move.
+        False for features without parameters.
         """
         return (
             self.composed
@@ -309,17 +309,17 @@ class Network:
 
     @cached_property
     def composed(self) -> bool:
-        """Whether an output is head(features(x)); a model with a ``forward`` or hooks of its own may do anything."""
+        """Whether outputs are head(features(x)), which a custom forward or hooks may change."""
         usual = getattr(self.module.forward, "__func__", None) in (Model.forward, Headed.forward)
         return usual and not has_hooks(self.module)
 
     @cached_property
     def batchwise(self) -> bool:
-        """Whether outputs depend on what else is in the batch even at rest: BatchNorm without running statistics."""
+        """Whether outputs depend on the batch even in evaluation: BatchNorm without statistics."""
         return any(layer.running_mean is None for _, layer in self._norms)
 
     def blank(self) -> nn.Module:
-        """Return a copy of the module as it came, in its own types, to be filled with other parameters."""
+        """Return a copy of the original module, in its own types, to be filled with parameters."""
         return convert(copy.deepcopy(self._given))
 
     def apply(
@@ -338,15 +338,15 @@ class Network:
         params : mapping of str to Tensor
             Every parameter and buffer; other names are ignored.
         x : Tensor
-            A batch: samples, or what the stem made of them if the network's or the argument's
-            ``encoded`` is true.
+            A batch of samples, or of outputs of the stem if ``encoded`` of the network or of this
+            call is true.
         forward : Forward
-            What the layers must know.
+            The state of the pass that layers read.
         part : str, optional
-            ``features``, ``head``, a part that a method has brought, or a layer by its dotted name;
+            ``features``, ``head``, a part that a method has added, or a layer by its dotted name;
             by default the whole model.
         encoded : bool
-            Whether x is what the stem made of samples, although the network's data are not encoded.
+            Whether x is the output of the stem, although the network's data are not encoded.
 
         Returns
         -------
@@ -368,16 +368,16 @@ class Network:
         return Pass(output.to(self.dtype), z, buffers)
 
     def aligned(self, params: Mapping[str, Tensor], z: Tensor, forward: Forward) -> Tensor:
-        """Return what the model says is to be aligned; see :meth:`equipoise.models.base.Model.aligned`.
+        """Return the values to be aligned; see :meth:`equipoise.models.base.Model.aligned`.
 
         Parameters
         ----------
         params : mapping of str to Tensor
             Every parameter and buffer; other names are ignored.
         z : Tensor
-            What the features made of a batch.
+            The output of the features for a batch.
         forward : Forward
-            What the layers must know.
+            The state of the pass that layers read.
 
         Returns
         -------
@@ -401,7 +401,7 @@ class Network:
         return bool(rows == "samples")
 
     def _filled(self, params: Mapping[str, Tensor], part: str | None) -> list[Slot]:
-        """Put tensors into the slots of what is applied, and return the slots."""
+        """Put tensors into the slots of a part or of the model, and return the slots."""
         if part not in self._slots_of_part:
             parts: Parts | None = part
             if part == _EVERY_PART or (part is None and not self.composed):
@@ -415,7 +415,7 @@ class Network:
                 slot.owner[slot.leaf] = params[slot.name]
         except KeyError as missing:
             raise InputError(
-                f"the question looks at {missing} of the model, but no model was given; valid: "
+                f"the question uses {missing} of the model, but no model was given; valid: "
                 "cohort.ask(..., model=...)"
             ) from None
         return self._slots_of_part[part]
@@ -427,12 +427,12 @@ class Network:
 
     @contextmanager
     def _pass(self, forward: Forward, part: str) -> Iterator[None]:
-        """Set everything that layers and functions must know while a part of the model is applied."""
+        """Set the state that layers and functions read while a part of the model is applied."""
         with forward_pass(forward, part), self._arithmetic(), self._functions or nullcontext():
             yield
 
     def _set_training(self, train: bool) -> None:
-        """Put parts that move into training mode if the pass is one, and all others into evaluation mode."""
+        """Set training mode for trained parts in a training pass, and evaluation mode otherwise."""
         for part, before in self._training_parts.items():
             trains = train and self._moving_parts[part]
             if trains != before:
@@ -443,7 +443,7 @@ class Network:
                     self.module.training = trains
 
     def stemmed(self, params: Mapping[str, Tensor], x: Tensor, forward: Forward) -> Tensor:
-        """Return what the stem makes of a batch of samples; only for models that have a stem and data not yet encoded."""
+        """Return the output of the stem for samples; only if the data are not encoded."""
         if self.inputs is not None:
             self._filled(params, "inputs")
         self._set_training(forward.train)
@@ -451,7 +451,7 @@ class Network:
             return self._encoded(x)
 
     def _encoded(self, x: Tensor) -> Tensor:
-        """Apply what stands before the features to samples, unless it has been applied to all of them before training."""
+        """Apply the layers before the features, unless samples were encoded before training."""
         if self.inputs is not None:
             x = self.inputs(x)
         return x if self.encoded or self.stem is None else self.stem(x)
@@ -476,7 +476,7 @@ class Network:
 
     @torch.no_grad()
     def encode(self, x: Tensor) -> Tensor:
-        """Return what the stem makes of samples."""
+        """Return the output of the stem for samples."""
         stem = self.stem
         if stem is None:
             raise InputError(
@@ -490,13 +490,13 @@ class Network:
     def try_out(self, x: Tensor, y: Tensor, outputs: int) -> None:
         """Check that the model can be trained, and gives the same outputs as the original module.
 
-        It must take samples and answer each with a number a class, or a target; the same with or
-        without others beside it, BatchNorm aside; without changing its tensors in place or drawing
-        random numbers of its own; and as the module it was made from does. Tensors are moved a
-        little first, so that those a call does not reach show.
+        The model must return one number per class, or a target, for each sample. Apart from
+        BatchNorm, the output for a sample must not depend on the other samples of the batch. The
+        model must not change its tensors in place or draw from PyTorch's random generators. The
+        parameters are perturbed slightly first, to detect those that a call does not use.
 
-        Afterwards it is known whether clients can be stacked, and whether functions that the model
-        calls, such as ``torch.nn.functional.dropout``, must be carried out by
+        This also determines whether clients can be stacked, and whether functions that the model
+        calls, such as ``torch.nn.functional.dropout``, must be replaced by
         :mod:`equipoise.models.functions`.
 
         Parameters
@@ -504,16 +504,16 @@ class Network:
         x, y : Tensor
             A few samples and their targets.
         outputs : int
-            How many classes or targets there are.
+            Number of classes or targets.
 
         Raises
         ------
         InputError
-            If it does not.
+            If a check fails.
         """
         params = self._moved_a_little(0)
         versions = {name: tensor._version for name, tensor in params.items()}
-        # Kernels of normalisation change statistics without saying so.
+        # Normalisation kernels change statistics without increasing their version.
         statistics = {name: params[name].clone() for name in self.buffers}
         lowered, self.autocast = self.autocast, None
         key = torch.zeros((), dtype=torch.int64, device=x.device)
@@ -563,41 +563,41 @@ class Network:
         if drawn:
             named = f" by {drawing[0]}" if drawing else ""
             raise InputError(
-                f"the model draws random numbers of its own{named}, which nobody could draw again; "
+                f"the model draws its own random numbers{named}, which are not reproducible; "
                 f"{advice(drawing)}"
             )
         if changed:
             raise InputError(
-                f"the model changes {changed[0]} in place while it is called, for all clients "
-                "alike; valid: layers of nn.BatchNorm, and buffers that are assigned anew "
+                f"the model changes {changed[0]} in place in its forward pass, which would affect "
+                "all clients; valid: layers of nn.BatchNorm, and buffers that are assigned anew "
                 "(self.mean = ...)"
             )
         if not self.batchwise and self._far(output, alone):
             raise InputError(
-                "what the model answers to a sample depends on the others in its batch, or on "
-                "their order; valid: models that take a batch as their first dimension "
-                "(batch_first=True) and mix samples by nn.BatchNorm alone"
+                "the model's output for a sample depends on the other samples of its batch, or on "
+                "their order; valid: models with the batch as first dimension (batch_first=True) "
+                "that combine samples only in nn.BatchNorm"
             )
         if self._far(output, itself):
             raise InputError(
-                "taken apart and put together again the model is another one: it has parameters "
-                "that are no attributes of a module, layers that behave otherwise in evaluation, "
-                "or classes derived from nn.BatchNorm that do more"
+                "the converted model gives other outputs than the original: it has parameters that "
+                "are not attributes of a module, layers with a special evaluation mode, or "
+                "subclasses of nn.BatchNorm with another behaviour"
             )
         random = bool(self._dropouts or functions.seen)
         if random and not self.batchwise and self._draws_by_batch(params, seen, key):
             raise InputError(
-                "what dropout does to a sample depends on how many others are in its batch; valid: "
+                "dropout of a sample depends on the number of samples in its batch; valid: "
                 "dropout of tensors whose first dimension is that of the samples (batch_first=True)"
             )
         if functions.seen or not all(map(_known_to_stack, self.module.modules())):
             self.unstackable = self._why_not_stacked(seen[:2], key)
         self._functions = Carried() if functions.seen else None
-        # Nothing of what was tried stays in the module.
+        # Remove the tensors of this test from the module.
         self._filled(self._initial, _EVERY_PART)
 
     def _moved_a_little(self, seed: int) -> Tree:
-        """Return the first parameters with a little noise, so that those a call does not reach show."""
+        """Return the initial parameters with a little noise, to detect those that are not used."""
         draws = torch.Generator().manual_seed(seed)
         params = {}
         for name, tensor in self._initial.items():
@@ -606,9 +606,9 @@ class Network:
         return params
 
     def _check_composition(self, params: Tree, x: Tensor) -> None:
-        """Find out whether a model that was divided at its head does anything after it."""
+        """Determine whether a model that was divided at its head processes the head's output."""
         if isinstance(self.module, Headed) and self.composed:
-            # The cached property gets another value; which tensors a pass needs depends on it.
+            # Overwrite the cached property, which determines the tensors that a pass needs.
             self.__dict__["composed"] = False
             whole = self.apply(params, x, Forward(train=False)).output
             self.__dict__["composed"] = True
@@ -616,14 +616,14 @@ class Network:
             try:
                 apart = self.apply(params, x, Forward(train=False)).output
             except InputError:
-                # The head takes more than z.
+                # The head has more inputs than z.
                 self.__dict__["composed"] = False
             else:
                 self.__dict__["composed"] = not self._far(apart, whole)
             self._slots_of_part.clear()
 
     def _drawn_since(self, before: list[Tensor]) -> bool:
-        """Say whether PyTorch's generators have been used."""
+        """Return whether PyTorch's generators have been used."""
         return any(
             not torch.equal(*pair) for pair in zip(before, self._random_states(), strict=True)
         )
@@ -636,7 +636,7 @@ class Network:
         return watched.drawing
 
     def _draws_by_batch(self, params: Tree, x: Tensor, key: Tensor) -> bool:
-        """Say whether a sample gets other random numbers if another one is left out of its batch."""
+        """Return whether the random numbers of a sample depend on the size of its batch."""
         for _, layer in self._norms:
             layer.moves = False
         forward = Forward(train=True, key=key)
@@ -646,7 +646,7 @@ class Network:
         return differs
 
     def _why_not_stacked(self, x: Tensor, key: Tensor) -> str:
-        """Return why the model cannot be called for two clients at once, with gradients; empty if it can."""
+        """Return why two clients cannot be stacked, with gradients; empty if they can."""
         clients = [self._moved_a_little(seed) for seed in (0, 1)]
         if not clients[0]:
             return ""
@@ -661,7 +661,7 @@ class Network:
         ]
         try:
             with torch.enable_grad(), warnings.catch_warnings():
-                # PyTorch warns of operations that it repeats for every client.
+                # PyTorch warns about operations that it repeats for every client.
                 warnings.simplefilter("ignore")
                 found = vmap(output_of)(leaves, torch.stack([x, x]), torch.stack(keys))
                 torch.autograd.grad(found.sum(), trained, allow_unused=True)
@@ -671,12 +671,12 @@ class Network:
             [output_of(*given, False) for given in zip(clients, (x, x), keys, strict=True)]
         )
         return (
-            "stacked clients get other outputs than one by one" if self._far(found, wanted) else ""
+            "stacked clients get other outputs than single ones" if self._far(found, wanted) else ""
         )
 
     @contextmanager
     def _counting(self) -> Iterator[list[int]]:
-        """Count the numbers that all layers together put out while the block runs."""
+        """Count the output elements of all layers in this context."""
         counted = [0]
 
         def count(layer: nn.Module, inputs: object, output: object) -> None:
@@ -699,7 +699,7 @@ class Network:
     def _check_outputs(self, output: Tensor, y: Tensor, outputs: int) -> None:
         if wanted := self.task.misfit(output, y, outputs):
             raise InputError(
-                f"the model answers a sample with numbers of shape {tuple(output.shape[1:])}, "
+                f"the model's output for a sample has shape {tuple(output.shape[1:])}, "
                 f"but the federation has {wanted}"
             )
 
@@ -722,7 +722,7 @@ class Network:
         if taken := (set(measured) - {"loss"}) & set(COLUMNS):
             raise InputError(
                 f"the task {self.task.name!r} has a metric called {taken.pop()!r}, which is "
-                "another column of metrics.jsonl; choose another name"
+                "already a column of metrics.jsonl; choose another name"
             )
         for name, values in measured.items():
             if not isinstance(values, Tensor) or values.shape != y.shape[:1]:
@@ -733,7 +733,7 @@ class Network:
                 )
                 raise InputError(
                     f"{name} of task {self.task.name!r} {what} for {len(y)} samples; valid: one "
-                    f"value a sample, of shape ({len(y)},), so that padding can be left out"
+                    f"value per sample, of shape ({len(y)},), so that padding can be left out"
                 )
 
     def _by_itself(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -747,7 +747,7 @@ class Network:
         return tensor_of(module(x)).to(self.dtype)
 
     def _far(self, found: Tensor, wanted: Tensor) -> bool:
-        """Say whether answers differ by more than rounding."""
+        """Return whether outputs differ by more than rounding."""
         allowed = _ROUNDING[self.lowered] * wanted.norm() + 1e-6
         return found.shape != wanted.shape or bool((found - wanted).norm() > allowed)
 
@@ -759,11 +759,11 @@ class Network:
     def resting_features(
         self, params: Mapping[str, Tensor], x: Tensor, *, stacked: bool = False
     ) -> Tensor:
-        """Return z of a batch as in evaluation, in the type in which the head gets it: autocast may lower it."""
+        """Return z of a batch in evaluation mode, in the type of the head's input."""
         return self.apply(params, x, Forward(train=False, stacked=stacked), "features").z
 
     def rest_unless(self, moves: Callable[[str], bool]) -> None:
-        """Set which layers behave as in training: those with tensors that are trained.
+        """Set training mode for layers with trained tensors, and evaluation mode for others.
 
         BatchNorm layers without a trained parameter or buffer use running statistics. Dropout is
         off in a part of the model without trained tensors.
@@ -784,9 +784,9 @@ def _lower(module: nn.Module, dtype: torch.dtype) -> None:
     lowered = [layer for layer in module.modules() if isinstance(layer, Frozen)]
     if not lowered:
         raise InputError(
-            "machine.frozen lowers frozen modules, but the model has none; valid: a model with a "
-            "module of the class equipoise.models.frozen.Frozen, such as vitprompts, or no "
-            "machine.frozen"
+            "machine.frozen lowers the precision of frozen modules, but the model has none; valid: "
+            "a model with a module of the class equipoise.models.frozen.Frozen, such as "
+            "vitprompts, or no machine.frozen"
         )
     for layer in lowered:
         layer.lower(dtype)
@@ -796,18 +796,18 @@ def _refuse_unusual(module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise InputError(
-                f"{name} of the model has no shape yet; call the model with a sample once before"
+                f"{name} of the model has no shape yet; call the model with a sample once"
             )
         if tensor.is_complex():
             raise InputError(f"{name} of the model holds complex numbers; valid: real ones")
 
 
-# How far two answers of a model may be apart, relative to their length: TF32 rounds more than
-# float32, and each of many frozen layers in a lower precision adds its own rounding. A model that
-# mixes samples is off by far more.
+# Relative tolerance when two outputs of a model are compared. TF32 rounds more than float32, and
+# each of many frozen layers in a lower precision adds its own rounding error. A model that combines
+# samples differs by far more.
 _ROUNDING = {None: 0.01, torch.bfloat16: 0.1}
-# Layers of these modules of torch.nn can be stacked. Trying it would cost convolutions seconds on a
-# CPU.
+# Layers of these modules of torch.nn can be stacked. Testing this would take seconds for
+# convolutions on a CPU.
 _STACKABLE = frozenset(
     f"torch.nn.modules.{name}"
     for name in (

@@ -27,25 +27,24 @@ from equipoise.tree import Tree
 
 @dataclass(frozen=True)
 class Asked:
-    """The clients of a question, and everything their answers may depend on.
+    """The clients of a question, and everything that their answers may depend on.
 
     Attributes
     ----------
     network, data
         The model and the samples.
     split : Split
-        The samples to look at.
+        The split with the samples.
     clients : int array
-        Who is asked.
+        The clients.
     keys : Tensor
-        A key of random numbers for each client.
+        A random key for each client.
     params : Tree
         Parameters and buffers that differ between clients, stacked in the order of ``clients``.
     still : Tree
-        Those that do not differ.
+        Parameters and buffers that are the same for all clients.
     sent, each, memory, seen, round
-        As a :class:`~equipoise.client.Client` sees them; all but ``sent`` and ``round`` are
-        stacked.
+        As in :class:`~equipoise.client.Client`; all except ``sent`` and ``round`` are stacked.
     """
 
     network: Network
@@ -64,11 +63,11 @@ class Asked:
 
 @torch.no_grad()
 def sums_over_samples(asked: Asked, question: Callable[[Client], Any], what: str) -> Any:
-    """Call a question on clients' samples batch by batch, and add up its results.
+    """Call a question on clients' samples batch by batch, and sum its results.
 
     Memory depends on the size of a pass (:func:`~equipoise.engine.chunking.samples_a_pass`), not on
-    how many samples a client holds. Floating point sums are added up in float64. A model whose
-    outputs depend on the batch sees all of a client's samples at once.
+    the number of samples of a client. Floating point sums are accumulated in float64. If the
+    model's outputs depend on the batch, all samples of a client are in one batch.
 
     Parameters
     ----------
@@ -76,10 +75,10 @@ def sums_over_samples(asked: Asked, question: Callable[[Client], Any], what: str
         The clients.
     question : callable
         Takes a :class:`~equipoise.client.Client` and returns a tensor, or a nested structure of
-        tensors: sums over the samples of the batch, padding left out. It must not depend on values
-        in Python; a gradient is taken with ``torch.func.grad``.
+        tensors: sums over the samples of the batch, without padding. It must not read tensor values
+        in Python. Use ``torch.func.grad`` for gradients.
     what : str
-        What errors call the question.
+        The name of the question in errors.
 
     Returns
     -------
@@ -92,7 +91,7 @@ def sums_over_samples(asked: Asked, question: Callable[[Client], Any], what: str
     stacked = _Stack(asked, torch.from_numpy(order).to(device))
     totals: list[Tensor] = []
     form: Any = None
-    # Clients without samples get a batch of padding, so that there is a row for every client.
+    # Clients without samples get a batch of padding, so that every client has a row.
     counted = np.maximum(sizes[order], 1)
     whole = asked.network.batchwise
     together = int(counted[0]) * len(order) if whole else samples_a_pass(asked.network, len(order))
@@ -127,7 +126,7 @@ def _summed_as(answer: Tensor) -> torch.dtype:
 
 
 class _Stack:
-    """Clients by falling number of samples."""
+    """Clients ordered by decreasing number of samples."""
 
     def __init__(self, asked: Asked, order: Tensor) -> None:
         self.asked = asked

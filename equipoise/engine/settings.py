@@ -26,7 +26,7 @@ def _check_counts(settings: object, section: str, names: tuple[str, ...]) -> Non
 
 
 def _count_or_range(value: Any, what: str) -> int | tuple[int, int]:
-    """Check a whole number of at least 1, or two of them of which the second is not smaller."""
+    """Check an integer of at least 1, or a range of two such integers."""
     if not isinstance(value, (list, tuple)):
         return count(value, what)
     low, high = several(value, what, count, length=2)
@@ -42,12 +42,12 @@ PRECISIONS = {"float32": torch.float32, "float64": torch.float64, "bfloat16": to
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How clients train, whatever the method.
+    """Settings of local training, for all methods.
 
     Parameters
     ----------
     rounds : int
-        How many rounds the run lasts. With 0 the initial model is evaluated and nothing is trained.
+        Number of rounds. With 0 the initial model is evaluated and nothing is trained.
     cohort : int or float
         How many clients take part in a round: a number of clients, or a fraction of those
         registered.
@@ -60,9 +60,9 @@ class Training:
         The probability that a client stops early in a round and sends what it has: after a share of
         its steps that is uniform in (0, 1], and at least one step.
     batch_size : int
-        Samples a step; the last batch of an epoch may be smaller.
+        Samples per step; the last batch of an epoch may be smaller.
     optimizer : Optimizer
-        The clients' optimizer; its state is fresh each round.
+        The clients' optimizer. Its state is reset in each round.
     schedule : Schedule or callable
         Its learning rate over rounds. A function of the round is registered under its name; see
         :func:`equipoise.schedules.register`.
@@ -75,7 +75,7 @@ class Training:
     loss : str, mapping or callable, optional
         A loss for the whole task instead of the task's own: a name of :mod:`equipoise.losses` such
         as ``"focal"``, a mapping with ``name`` and options, or a function of outputs and targets
-        that returns one value a sample. Losses in reports and in evaluation are of the same
+        that returns one value per sample. Losses in reports and in evaluation are of the same
         function.
     report_samples : int, optional
         How many of a client's samples its loss reports use, drawn again each round; all by default.
@@ -102,7 +102,7 @@ class Training:
     stragglers: float = field(default=0.0, metadata={UNLESS_DEFAULT: True})
 
     def __post_init__(self) -> None:
-        """Refuse numbers that cannot be carried out."""
+        """Check the settings."""
         object.__setattr__(self, "rounds", count(self.rounds, "training.rounds", least=0))
         object.__setattr__(self, "loss", loss_from(self.loss))
         check_optimizer(self.optimizer, "training.optimizer")
@@ -158,7 +158,7 @@ class FineTune:
     steps : int, optional
         Steps instead of epochs.
     move : str
-        The part of the model that moves.
+        The part of the model that is trained.
     lr : float, optional
         Learning rate; by default that of training. The schedule of training applies to both.
 
@@ -174,13 +174,13 @@ class FineTune:
     lr: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that cannot be carried out."""
+        """Check the settings."""
         _check_counts(self, "evaluation.fine_tune", ("epochs", "steps"))
         if self.lr is not None:
             real(self.lr, "evaluation.fine_tune.lr")
 
     def phase(self, optimizer: Optimizer) -> Phase:
-        """Make the phase, with the optimizer of training."""
+        """Return the phase, with the optimizer of training."""
         if self.lr is not None:
             optimizer = replace(optimizer, lr=self.lr)  # type: ignore[type-var]
         return Phase(move=self.move, epochs=self.epochs, steps=self.steps, optimizer=optimizer)
@@ -280,17 +280,17 @@ class Machine:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Type autocast lowers the arithmetic to, if it does."""
+        """Type of autocast, or ``None`` if it is not used."""
         return torch.bfloat16 if self.precision == "bfloat16" else None
 
     @property
     def frozen_dtype(self) -> torch.dtype | None:
-        """Type of frozen modules, if it is not that of everything else."""
+        """Type of frozen modules, if it differs from that of all others."""
         return torch.bfloat16 if self.frozen else None
 
     @property
     def torch_device(self) -> torch.device:
-        """The device ``auto`` stands for, or the one named."""
+        """The device of ``auto``, or the named device."""
         if self.device != "auto":
             return torch.device(self.device)
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

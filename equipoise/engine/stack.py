@@ -1,4 +1,4 @@
-"""Clients on a leading axis, ordered so that those still active are always the first rows."""
+"""Clients on a leading axis, ordered so that the active ones are always the first rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def first_rows(tensor: Tensor, count: int) -> Tensor:
 
 
 def tree_first_rows(tree: Mapping[str, Tensor], count: int) -> Tree:
-    """Do what :func:`first_rows` does, for every tensor of a tree."""
+    """Apply :func:`first_rows` to every tensor of a tree."""
     return {name: first_rows(tensor, count) for name, tensor in tree.items()}
 
 
@@ -42,9 +42,9 @@ def passes(
     Parameters
     ----------
     sizes : int array
-        How many samples each client holds, never rising.
+        Number of samples of each client, in non-increasing order.
     together : int
-        How many samples a pass has; with fewer clients left, more samples of each.
+        Number of samples per pass; with fewer clients left, more samples of each.
 
     Yields
     ------
@@ -70,17 +70,17 @@ def passes(
 
 
 def why_not_stacked(error: Exception) -> str:
-    """Say in plain words why code cannot be called for many clients at once.
+    """Return an explanation why code cannot be called for many clients at once.
 
     Parameters
     ----------
     error : Exception
-        What PyTorch raised inside ``torch.func.vmap``.
+        The exception of PyTorch inside ``torch.func.vmap``.
 
     Examples
     --------
     >>> why_not_stacked(RuntimeError("vmap: It looks like you're calling .item() on a Tensor."))
-    'it calls .item(), float() or the like, and every client has a value of its own'
+    'it calls .item(), float() or similar, but every client has a different value'
     """
     said = " ".join(str(error).split())
     for sign, reason in _REASONS.items():
@@ -105,7 +105,7 @@ def in_plain_words(what: str) -> Iterator[None]:
     Parameters
     ----------
     what : str
-        The code that is called in the block, for the message.
+        Name of the code that is called in the context, for the message.
 
     Examples
     --------

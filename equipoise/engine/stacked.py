@@ -34,22 +34,22 @@ from equipoise.tree import PERSONAL, Tree
 
 
 class StackedEngine:
-    """Carries methods out in this process; see :class:`equipoise.engine.contract.Engine`.
+    """Runs methods in this process; see :class:`equipoise.engine.contract.Engine`.
 
     Parameters
     ----------
     federation : Federation
-        The clients and their data; evaluation is always on these.
+        The clients and their data. Evaluation always uses these.
     model : nn.Module
         The model; methods that name parts need one with ``features`` and ``head``.
     training : Training
-        How clients train.
+        Settings of training.
     machine : Machine
-        Where, and in which arithmetic.
+        Device and precision.
     seed : int
-        Of all random numbers.
+        Seed of all random numbers.
     view : Federation, optional
-        What to train on, if it is not the federation itself.
+        The federation to train on, if it is not ``federation``.
 
     Examples
     --------
@@ -57,7 +57,8 @@ class StackedEngine:
     >>> from equipoise.methods import build as method
     >>> from equipoise.models import build as model
     >>> digits = load("digits")
-    >>> engine = StackedEngine(digits, model("logistic", shape=digits.shape, classes=10), Training(), Machine(device="cpu"))
+    >>> logistic = model("logistic", shape=digits.shape, classes=10)
+    >>> engine = StackedEngine(digits, logistic, Training(), Machine(device="cpu"))
     >>> cohort = engine.cohort(method("fedavg"), np.array([0, 1]), round_=0)
     >>> updates = cohort.train({"model": engine.network.initial()}, {}, method("fedavg").local)
     >>> updates.params["head.bias"].shape
@@ -114,7 +115,7 @@ class StackedEngine:
             self.chunk = chunk_by_rule(self.network, samples, tf32=machine.tf32)
 
     def cohort(self, method: Method, clients: NDArray[np.int64], round_: int) -> StackedCohort:
-        """Gather clients for a round (counted from 0)."""
+        """Return the cohort of a round (counted from 0)."""
         if method.needs_images and self.network.encoded:
             raise InputError(
                 f"method {method.name!r} works on images, but this engine has encoded them; valid: "
@@ -123,7 +124,7 @@ class StackedEngine:
         return StackedCohort(self, method, np.sort(clients), round_)
 
     def first_memory(self, local: LocalRule, model: Tree) -> Memory:
-        """Return the memory of a client that has never taken part, its facts aside."""
+        """Return the memory of a client that has never taken part, without its facts."""
         layout = Layout(local, model)
         kept = {KEPT: layout.kept_parts(model)} if layout.kept else {}
         return {
@@ -134,7 +135,7 @@ class StackedEngine:
     def evaluate(
         self, model: Tree, clients: NDArray[np.int64], *, personal: Personal | None = None
     ) -> dict[str, Measured]:
-        """Evaluate the global model, or the personal models made of it, on the clients' validation and test splits."""
+        """Evaluate the global model, or personal models made from it, on ``val`` and ``test``."""
         splits = {name: self.federation.split(name) for name in ("val", "test")}
         if personal is None:
             return {
@@ -175,14 +176,14 @@ class StackedEngine:
         }
 
     def averaged_kept(self, method: Method, model: Tree) -> Tree:
-        """Average what clients keep of the shared model, weighted as the method weighs clients."""
+        """Return the mean of the parts that clients keep, with the method's weights."""
         clients = np.array(self.memory.clients, dtype=np.int64)
         return mix_tree(
             self.kept_parts(method, model, clients), self.cohort(method, clients, 0).prior
         )
 
     def kept_parts(self, method: Method, model: Tree, clients: NDArray[np.int64]) -> Tree:
-        """Return what clients keep of the shared model, stacked in the order of ``clients``."""
+        """Return the parts of the shared model that clients keep, stacked as in ``clients``."""
         memory, _ = self.memory.read(
             clients, self.first_memory(method.local, model), self.network.device
         )
@@ -198,7 +199,7 @@ class StackedEngine:
     def personal_models(
         self, model: Tree, personal: Personal, clients: NDArray[np.int64]
     ) -> tuple[Tree, Tree]:
-        """Return what clients' personal models share, and what differs, stacked in the order of ``clients``."""
+        """Return common and stacked tensors of personal models, in the order of ``clients``."""
         rule = personal.method.local
         memory, seen = self.memory.read(
             clients, self.first_memory(rule, model), self.network.device
@@ -234,7 +235,7 @@ class StackedEngine:
         who: NDArray[np.bool_],
         personal: Personal,
     ) -> Tree:
-        """Return what personal models are made of after some clients follow a rule, whose memory is a passing one."""
+        """Return parts of personal models after clients run a rule with a temporary memory."""
         if not who.any():
             return own
         members = clients[who]
@@ -268,15 +269,15 @@ class StackedEngine:
 
     @property
     def remembering(self) -> list[int]:
-        """The clients that have a memory, in rising order."""
+        """The clients that have a memory, in ascending order."""
         return self.memory.clients
 
     def newcomers(self) -> Sequence[int]:
-        """Return nobody: all clients are there from the start."""
+        """Return an empty list: all clients take part from the start."""
         return ()
 
     def keep(self) -> None:
-        """Do nothing: models that may count are copied."""
+        """Do nothing: the best models are copied."""
 
     def while_busy(self, work: Callable[[], None]) -> None:
         """Do some work while a GPU trains the next chunk of clients; without a GPU, now."""
@@ -286,13 +287,13 @@ class StackedEngine:
             work()
 
     def commit(self, cohort: StackedCohort) -> None:
-        """Make what the cohort's clients wrote in its round their newest memory."""
+        """Mark the memories that the cohort wrote in its round as the newest ones."""
         self.memory.commit(cohort.ids)
         for name in cohort.delivers:
             self.delivered.mark(name, cohort.ids)
 
     def export(self) -> Tree:
-        """Return all memories, and who holds what was sent once."""
+        """Return all memories, and which clients hold trees that are sent only once."""
         return {**self.memory.export(), **self.delivered.export()}
 
     def restore(self, tensors: Tree) -> None:
@@ -303,5 +304,5 @@ class StackedEngine:
 
 
 def _personal_parts(kept: Tree) -> Tree:
-    """Return kept parts under the names they have in the personal model."""
+    """Return kept parts with their names in the personal model."""
     return {name.removeprefix(PERSONAL): stack for name, stack in kept.items()}

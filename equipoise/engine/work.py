@@ -1,4 +1,4 @@
-"""How many steps each client makes in a round."""
+"""The number of steps of each client in a round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from equipoise.random import Purpose, fold_tensor, uniform
 
 Ints = NDArray[np.int64]
 
-# What is drawn for a client in a round.
+# Purposes of the random numbers that are drawn for a client in a round.
 _LENGTH, _STRAGGLES, _SHARE = range(3)
 
 
@@ -27,25 +27,25 @@ def batches_a_step(phase: Phase) -> int:
 def steps_of(
     phase: Phase, training: Training, sizes: Ints, keys: Tensor, *, adapting: bool = False
 ) -> Ints:
-    """Return how many steps each client makes in a phase.
+    """Return the number of steps of each client in a phase.
 
-    A range of epochs or steps in the training settings is drawn from once for each client and
-    round, and so are stragglers. A straggler stops early in every phase, after a share of its steps
-    that is uniform in (0, 1].
+    If the training settings have a range of epochs or steps, a number is drawn once for each client
+    and round. Stragglers are also drawn once for each round. A straggler stops early in every
+    phase, after a share of its steps that is uniform in (0, 1].
 
     Parameters
     ----------
     phase : Phase
-        A phase with a length of its own follows that one, and not the training settings.
+        The phase. If it has its own length, that of the training settings is ignored.
     training : Training
         The settings.
     sizes : int array
-        How many samples each client holds.
+        Number of samples of each client.
     keys : Tensor
-        One key a client, of this round.
+        One key per client, of this round.
     adapting : bool
-        Whether models are adapted for evaluation. Then a range stands for its upper end, and nobody
-        is a straggler.
+        Whether models are adapted for evaluation. Then the upper end of a range is used, and there
+        are no stragglers.
 
     Returns
     -------
@@ -96,14 +96,14 @@ def _uniform(keys: Tensor, what: int) -> NDArray[np.float64]:
 
 
 def chunks(order: Ints, work: Sequence[Ints], size: int) -> Iterator[Ints]:
-    """Divide clients into chunks in which the number of steps never rises, in any phase.
+    """Divide clients into chunks in which the number of steps does not increase, in any phase.
 
     Parameters
     ----------
     order : int array
         The clients in the order in which they are stacked.
     work : sequence of int arrays
-        The steps of each client, one array a phase.
+        The steps of each client, one array per phase.
     size : int
         The largest chunk.
 

@@ -1,6 +1,6 @@
-"""The same methods across machines, on Flower.
+"""The same methods on several machines, with Flower.
 
-The round loop runs inside a Flower ``ServerApp`` and asks clients by messages; a ``ClientApp``
+The round loop runs inside a Flower ``ServerApp`` and sends messages to clients. A ``ClientApp``
 answers with the same local code that trains clients in one process. ``docs/flower.md`` shows how to
 deploy it.
 """
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 __all__ = ["QUIET", "UNASKED", "client_app", "server_app"]
 
-# Flower reports its use, looks for updates and installs what an app depends on, unless it is told
-# not to. Ray, on which Flower's simulation runs, reports its use too.
+# By default Flower sends usage statistics, checks for updates and installs the dependencies of an
+# app. Ray, which runs Flower's simulation, also sends usage statistics.
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-# Even so, Ray asks the metadata services of clouds where it runs, and has no setting against it. It
-# does so with requests, which has a proxy for each host: this one does not exist, so the question
-# never leaves the machine.
+# Ray also contacts the metadata services of cloud providers, and has no setting to turn this off.
+# It uses requests, which supports a proxy for each host. This proxy does not exist, so no request
+# leaves the machine.
 _NO_PROXY_THERE = "http://127.0.0.1:9"
 UNASKED = {
     f"http://{host}_proxy": _NO_PROXY_THERE
@@ -36,7 +36,7 @@ UNASKED = {
 for _name, _value in (QUIET | UNASKED).items():
     os.environ.setdefault(_name, _value)
 
-# Imported when first used: reading an experiment needs the settings in this folder, and not Flower.
+# Imported on first use: reading an experiment needs the settings in this folder, but not Flower.
 _HOMES = {"client_app": "equipoise.flower.client", "server_app": "equipoise.flower.server"}
 
 

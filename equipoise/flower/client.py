@@ -1,4 +1,4 @@
-"""The client's half of a run on Flower: answers with the same local code as in one process."""
+"""The client side of a run on Flower. It uses the same local code as in one process."""
 
 from __future__ import annotations
 
@@ -59,21 +59,21 @@ _MODEL, _SETTINGS = "model", "settings"
 
 
 def client_app(experiment: str | Path, *, data: OwnData | None = None) -> ClientApp:
-    """Make the ``ClientApp`` of an experiment.
+    """Create the ``ClientApp`` of an experiment.
 
     Parameters
     ----------
     experiment : path
         The experiment's file.
     data : callable, optional
-        Makes the client's own federation, of one client, from its node's configuration. Without it
-        a node's ``data`` names a directory (see `equipoise.data.silos`), or all nodes read the
-        experiment's source and take their client.
+        Returns the client's own federation, of one client, for its node's configuration. By default
+        a node's ``data`` names a directory (see `equipoise.data.silos`), or each node reads the
+        experiment's source and uses its own client.
 
     Returns
     -------
     ClientApp
-        It answers ``train``, ``evaluate`` and ``query`` messages of
+        It handles ``train``, ``evaluate`` and ``query`` messages of
         :func:`equipoise.flower.server.server_app`.
 
     Examples
@@ -119,7 +119,7 @@ def describe(silo: Silo, content: RecordDict) -> RecordDict:
 
 
 def train(silo: Silo, content: RecordDict) -> RecordDict:
-    """Train, remember, and send what the method shares."""
+    """Train, update the memory, and send what the method shares."""
     asked = settings_of(content)
     memory = silo.memory(str(asked["run"]))
     cohort = _cohort(silo, content, memory)
@@ -162,7 +162,7 @@ def evaluate(silo: Silo, content: RecordDict) -> RecordDict:
 
 
 def evaluate_models(silo: Silo, content: RecordDict) -> RecordDict:
-    """Report loss and metrics of the global and the personal model on the client's validation and test splits."""
+    """Report loss and metrics of the global and the personal model on the client's own splits."""
     _cohort(silo, content)
     asked, model = settings_of(content), _model(silo, content)
     reports: dict[str, Any] = {}
@@ -225,7 +225,7 @@ def _cohort(silo: Silo, content: RecordDict, memory: Versions | None = None) -> 
     remembers = bool(engine.first_memory(method.local, initial) or method.local.facts())
     if remembers and asked["version"] and not memory.folder.exists():
         log.warning(
-            "nothing of this run is in %s: client %d begins anew", memory.folder.parent, silo.client
+            "%s has no memory of this run: client %d starts anew", memory.folder.parent, silo.client
         )
         remembers = False
     engine.restore(memory.read(int(asked["version"])) if remembers else {})
@@ -238,20 +238,20 @@ def _model(silo: Silo, content: RecordDict) -> Tree:
     initial = silo.engine.network.initial()
     if strays := sorted(set(received) - set(initial)):
         raise RunError(
-            f"the server sent {strays[0]}, which the model here does not have; do the experiments "
-            "differ?"
+            f"the server sent {strays[0]}, which the client's model does not have; check that both "
+            "have the same experiment"
         )
     held = {name: tensor for name, tensor in initial.items() if name not in received}
     asked = settings_of(content)
     if (mine := silo.engine.network.frozen_digest or "") != asked["frozen"]:
         raise RunError(
-            f"the frozen tensors of the model here have the hash {mine or 'of none'}, the server's "
-            f"{asked['frozen']}; give both the same weights"
+            f"the frozen tensors of the client's model have the hash {mine or 'of none'}, those of "
+            f"the server {asked['frozen']}; use the same weights for both"
         )
     if digest(held) != asked["held"]:
         raise RunError(
-            f"{', '.join(list(held)[:3])} differ here from the server's; do models or PyTorch "
-            "differ?"
+            f"{', '.join(list(held)[:3])} differ from those of the server; check that both have "
+            "the same model and the same version of PyTorch"
         )
     return {name: received.get(name, tensor) for name, tensor in initial.items()}
 
@@ -282,19 +282,19 @@ def _answer(silo: Silo, model: Tree, updates: Updates) -> RecordDict:
 
 
 def protected(update: Tree, received: Tree, privacy: Privacy) -> Tree:
-    """Clip an update with Flower's mods, and add noise if the settings say so.
+    """Clip an update with Flower's mods, and add noise if the settings include it.
 
     Parameters
     ----------
     update, received : Tree
-        The parameters as trained and as received, under the same names.
+        The trained and the received parameters, with the same names.
     privacy : Privacy
-        How.
+        The settings of clipping and noise.
 
     Returns
     -------
     Tree
-        What may leave the client.
+        The protected parameters, which may leave the client.
 
     Examples
     --------

@@ -65,7 +65,7 @@ log = logging.getLogger("flwr.equipoise")
 
 @dataclass
 class Ledger:
-    """Which round's memory is valid for each client: that of the last round in which its answer was used.
+    """The valid version of each client's memory: the last round in which its answer was used.
 
     Attributes
     ----------
@@ -90,7 +90,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Moved:
-    """The bytes of an exchange: those of tensors and reports, down and up, and those of names, headers and settings."""
+    """The bytes of an exchange: of tensors and reports, down and up, and of everything else."""
 
     down: int
     up: int
@@ -115,15 +115,15 @@ class FlowerEngine:
     machine : Machine
         Where the server combines, and in which arithmetic.
     seed : int
-        Of the server's random numbers.
+        Seed of the server's random numbers.
     rounds : int
-        How many rounds the run lasts.
+        Number of rounds of the run.
     durable : bool
         Whether the run has checkpoints.
     both : bool
-        Whether clients evaluate their personal models along with the global one, in one exchange.
+        Whether clients evaluate their personal models and the global one in the same exchange.
     holding : StackedEngine, optional
-        An engine over the samples that the server holds, if it holds some.
+        An engine for the samples that the server holds, if there are any.
     """
 
     chunk = 1
@@ -174,7 +174,7 @@ class FlowerEngine:
         return self.nodes.newcomers()
 
     def cohort(self, method: Method, clients: NDArray[np.int64], round_: int) -> FlowerCohort:
-        """Gather clients for a round (counted from 0)."""
+        """Return the cohort of a round (counted from 0)."""
         return FlowerCohort(self, method, np.sort(clients), round_)
 
     def evaluate(
@@ -195,7 +195,7 @@ class FlowerEngine:
 
     @property
     def declared(self) -> Declared:
-        """The numbers that clients may report."""
+        """The values that clients may report."""
         return Declared(self.network.task, self.settings.max_loss, tuple(self.metrics))
 
     def _ask_for_metrics(
@@ -221,14 +221,14 @@ class FlowerEngine:
         answers = self.nodes.insist(
             requests, self._finished, read, min(self.settings.min_clients, len(asked))
         )
-        # Global and personal models may be evaluated one after the other; a client that fails once
-        # has no row.
+        # Global and personal models may be evaluated one after the other. A client that fails in
+        # one of them is left out of both.
         before = self.absent if self._evaluated == self._finished else {}
         self.absent, self._evaluated = before | answers.failed, self._finished
         return answers
 
     def evaluate_server(self, model: Tree) -> dict[str, Measured]:
-        """Evaluate the global model on the samples that the server holds, by split; empty if it holds none."""
+        """Return metrics of the global model on the server's samples, by split."""
         if self.holding is None:
             return {}
         self.holding.metrics = self.metrics
@@ -252,10 +252,10 @@ class FlowerEngine:
             answers = self.nodes.insist(requests, self._finished, read, 1)
             if not answers.answered:
                 raise RunError(
-                    f"nobody sent what it keeps of the model ({reasons(answers.failed)})"
+                    f"no client sent the parts that it keeps ({reasons(answers.failed)})"
                 )
             if answers.failed:
-                log.warning("the mean of what clients keep is without %s", reasons(answers.failed))
+                log.warning("the mean of the kept parts is without %s", reasons(answers.failed))
             ids = sorted(answers.answered)
             prior = self.cohort(method, np.array(ids), 0).prior
             rows = [answers.answered[client].trees[KEPT] for client in ids]
@@ -263,11 +263,11 @@ class FlowerEngine:
         return self._averaged[1]
 
     def kept_parts(self, method: Method, model: Tree, clients: NDArray[np.int64]) -> Tree:
-        """Return nothing: parts that clients keep do not leave them; see :meth:`refuse_keeping_local`."""
+        """Return nothing: parts that clients keep stay there; see :meth:`refuse_keeping_local`."""
         return {}
 
     def refuse_keeping_local(self, method: Method) -> None:
-        """Refuse to save local models that are not what clients send anyway."""
+        """Refuse to save local models if they differ from what clients send."""
         kept = [name for name in self.layout.kept if not name.startswith(PERSONAL)]
         if kept:
             raise InputError(
@@ -284,7 +284,7 @@ class FlowerEngine:
     def personal_models(
         self, model: Tree, personal: Personal, clients: NDArray[np.int64]
     ) -> tuple[Tree, Tree]:
-        """Return the model without personal parts: these stay with the clients; see :meth:`hand_out`."""
+        """Return the model without personal parts, which stay on clients; see :meth:`hand_out`."""
         return dict(model), {}
 
     @property
@@ -293,7 +293,7 @@ class FlowerEngine:
         return []
 
     def hand_out(self, model: Tree, round_: int, *, personal: bool, best: bool) -> dict[int, str]:
-        """Have every client save its final model; return the reason for each client that failed.
+        """Make every client save its final model; return the reason for each that failed.
 
         Parameters
         ----------
@@ -319,18 +319,18 @@ class FlowerEngine:
         work()
 
     def commit(self, cohort: FlowerCohort) -> None:
-        """Make the memories that a cohort wrote in its round the newest ones."""
+        """Mark the memories that a cohort wrote in its round as the newest ones."""
         self._finished = cohort.round + 1
         for name in cohort.delivers:
             self.delivered.mark(name, cohort.ids)
         self.ledger.now |= {int(client): self._finished for client in cohort.ids}
 
     def keep(self) -> None:
-        """Keep the memories of this round: it is the best one so far."""
+        """Keep the memories of this round, which is the best one so far."""
         self.ledger.best = dict(self.ledger.now)
 
     def export(self) -> Tree:
-        """Return the ledger, and which clients hold what is sent once."""
+        """Return the ledger, and which clients hold the trees that are sent only once."""
         self.ledger.saved = dict(self.ledger.now)
         clients = sorted(self.ledger.now)
         rounds = {"now": self.ledger.now, "best": self.ledger.best}
@@ -363,11 +363,11 @@ class FlowerEngine:
         versions: Mapping[int, int] | None = None,
         **settings: Any,
     ) -> dict[int, RecordDict]:
-        """Make the contents of messages to clients: a model and settings, including the version of the memory.
+        """Return the contents of messages to clients: a model and settings.
 
-        Tensors that no client trains for the others are part of the initial model of both sides.
-        They are sent only if the server has changed them. A hash confirms that both sides have the
-        same values.
+        The settings include the version of the memory. Tensors that are not trained and shared are
+        part of the initial model of both sides. They are sent only if the server has changed them.
+        A hash confirms that both sides have the same values.
         """
         versions = self.ledger.now if versions is None else versions
         initial = self.network.initial()
@@ -387,7 +387,7 @@ class FlowerEngine:
     def count(
         self, requests: Mapping[int, tuple[str, RecordDict]], answers: Answers[Answer]
     ) -> Moved:
-        """Count the bytes of an exchange, without what is for evaluation."""
+        """Return the bytes of an exchange, without those for evaluation."""
         sent = [without_evaluation(content) for _, content in requests.values()]
         came = [without_evaluation(answer.content) for answer in answers.answered.values()]
         moved = Moved(down=sum(map(tensor_bytes_of, sent)), up=sum(map(tensor_bytes_of, came)))
@@ -395,17 +395,17 @@ class FlowerEngine:
         return dataclasses.replace(moved, overhead=whole - moved.down - moved.up)
 
     def stacked(self, rows: list[Tree], names: Iterable[str]) -> Tree:
-        """Stack clients' tensors, on the server's device."""
+        """Stack clients' tensors on the server's device."""
         return {
             name: torch.stack([row[name] for row in rows]).to(self.network.device) for name in names
         }
 
 
 class FlowerCohort:
-    """The clients of one round, asked by messages; see :class:`equipoise.engine.contract.RoundCohort`.
+    """The clients of one round; see :class:`equipoise.engine.contract.RoundCohort`.
 
     After training, ``ids`` and the other attributes contain only clients whose answers are used;
-    ``left_out`` names the others. A client that fails to answer a later question is dropped,
+    ``left_out`` lists the others. A client that does not answer a later question is dropped,
     together with its update.
     """
 
@@ -425,16 +425,16 @@ class FlowerCohort:
             engine.network.task.higher_is_better,
         )
         self.delivers: set[str] = set()
-        # Clients that have answered and whose updates the server then dropped.
+        # Number of clients that answered and whose updates the server then dropped.
         self._dropped = 0
         self._trained = False
         self._gather(clients)
 
     @property
     def rounds(self) -> int:
-        """How many rounds the run lasts.
+        """The number of rounds of the run.
 
-        A run whose method has asked for this cannot be made longer.
+        If the method has read this, the run cannot be extended.
         """
         self.engine.total_was_read = True
         return self.engine.rounds
@@ -451,7 +451,7 @@ class FlowerCohort:
     def train(
         self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
     ) -> Updates:
-        """Send, have every client train, and collect; see :meth:`equipoise.method.Cohort.train`."""
+        """Train every client and collect updates; see :meth:`equipoise.method.Cohort.train`."""
         refuse_second_training(self._trained)
         self._trained = True
         model = shared["model"]
@@ -460,8 +460,7 @@ class FlowerCohort:
         if local != self.method.local:
             raise InputError(
                 f"method {self.method.name!r} trains with another local rule than its own, "
-                f"{type(local).__name__}; on Flower clients follow the rule of the experiment and "
-                "no other"
+                f"{type(local).__name__}; on Flower clients follow only the rule of the experiment"
             )
         once = {
             n: self.engine.delivered.digest_of(t)
@@ -516,7 +515,7 @@ class FlowerCohort:
         if lacking:
             for client, content in lacking.items():
                 log.warning(
-                    "client %d no longer holds what it was sent once, and is sent it again", client
+                    "client %d no longer has a tree that is sent once; it is sent again", client
                 )
                 self.engine.delivered.unmark(client)
                 content.update(more)
@@ -533,7 +532,7 @@ class FlowerCohort:
         }
         self._require(len(kept))
         if self.left_out:
-            log.warning("round %d goes on without %s", self.round + 1, reasons(self.left_out))
+            log.warning("round %d continues without %s", self.round + 1, reasons(self.left_out))
         self._gather(np.array(sorted(kept)))
         rows = [kept[client] for client in sorted(kept)]
         if self.evaluates_local:
@@ -567,7 +566,7 @@ class FlowerCohort:
         split: str = "train",
         each: Mapping[str, Tensor] | None = None,
     ) -> Any:
-        """Ask every client a question of the local rule; see :meth:`equipoise.method.Cohort.ask`."""
+        """Ask every client a question of the local rule; see `equipoise.method.Cohort.ask`."""
         question_of(self.method, question)
         if self.engine.settings.privacy is not None:
             raise InputError(
@@ -602,7 +601,7 @@ class FlowerCohort:
         return Schema(client=client, round=self.round, largest=largest, **expected)
 
     def without(self, ids: Iterable[int], dropped: str | None = None) -> FlowerCohort:
-        """Return the cohort less some clients; see :class:`equipoise.engine.contract.RoundCohort`."""
+        """Return the cohort without some clients; see `equipoise.engine.contract.RoundCohort`."""
         lost = set(ids)
         rest = copy.copy(self)
         rest.left_out = {**dict.fromkeys(lost, dropped or LOST), **self.left_out}
@@ -665,7 +664,7 @@ class FlowerCohort:
 
     @property
     def local_metrics(self) -> dict[str, Measured]:
-        """Loss and metrics of the clients' local models; see :class:`equipoise.engine.contract.RoundCohort`."""
+        """Loss and metrics of local models; see :class:`equipoise.engine.contract.RoundCohort`."""
         return measured_by(self._evaluated, self.ids.tolist(), LOCAL) if self._evaluated else {}
 
     def _uploads(self, rows: list[Answer], record: str) -> Tree:
@@ -673,7 +672,7 @@ class FlowerCohort:
         return self.engine.stacked(trees, trees[0])
 
     def _refuse_unprotected(self, local: LocalRule) -> None:
-        """Refuse differential privacy if a client sends more than the parameters that are clipped and noised."""
+        """Refuse differential privacy if clients send more than the protected parameters."""
         if self.engine.settings.privacy is None:
             return
         self.engine.settings.privacy.check(local)

@@ -1,4 +1,4 @@
-"""Which node a client's number belongs to, and who may join."""
+"""Which node owns a client's number, and which clients may join."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from equipoise.flower.limits import shown
 
 OWNERS = "owners.jsonl"
 
-# Who may come back under a number: see FlowerSettings.identity.
+# Which node may rejoin with a number: see FlowerSettings.identity.
 MEMORY, KEY = "memory", "key"
 
 _FINGERPRINT = "SHA256:"
@@ -35,7 +35,8 @@ def fingerprint(public_key: bytes) -> str:
     Returns
     -------
     str
-        A hash of the key; of the bytes themselves if they are no key, as in Flower's simulation.
+        A hash of the key, or of the bytes themselves if they are not a key, as in Flower's
+        simulation.
 
     Examples
     --------
@@ -61,7 +62,7 @@ def fingerprint(public_key: bytes) -> str:
 
 
 def sealed(secret: str) -> str:
-    """Return a hash of what a client proves itself with; the server keeps nothing else of it.
+    """Return a hash of a client's secret. The server stores only this hash.
 
     Examples
     --------
@@ -72,12 +73,12 @@ def sealed(secret: str) -> str:
 
 
 class Owner(NamedTuple):
-    """The node that a number belongs to.
+    """The node that owns a number.
 
     Attributes
     ----------
     key : str
-        The fingerprint of its public key, or its node id if Flower does not tell keys.
+        The fingerprint of its public key, or its node id if Flower does not provide keys.
     home : str
         A hash of the secret in its memory directory; see
         :func:`equipoise.flower.memory.proof_of_home`.
@@ -92,7 +93,7 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True)
 class Invited:
-    """What a roster says of one client.
+    """The entry of a client in a roster.
 
     Attributes
     ----------
@@ -112,21 +113,21 @@ def read_invited(path: Path) -> dict[int, Invited]:
     Parameters
     ----------
     path : Path
-        A YAML file with a mapping for each number; it may hold ``key`` (a public key in one line,
-        the path of a ``.pub`` file, or a fingerprint) and ``name``.
+        A YAML file with a mapping for each number. The mapping may contain ``key`` (a public key in
+        one line, the path of a ``.pub`` file, or a fingerprint) and ``name``.
 
     Returns
     -------
     dict
-        What must be true of each client.
+        The requirements for each client.
 
     Examples
     --------
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp()) / "roster.yaml"
-    >>> _ = file.write_text("0: {name: north}\n1: {key: 'SHA256:abc'}\n2:\n")
+    >>> _ = file.write_text("0: {name: north}\n1:\n")
     >>> read_invited(file)
-    {0: Invited(key=None, name='north'), 1: Invited(key='SHA256:abc', name=None), 2: Invited(key=None, name=None)}
+    {0: Invited(key=None, name='north'), 1: Invited(key=None, name=None)}
     """
     invited: dict[int, Invited] = {}
     content: Mapping[Any, Any] = read_yaml(path)
@@ -152,7 +153,7 @@ def read_invited(path: Path) -> dict[int, Invited]:
 
 
 def _fingerprint_of(key: str, roster: Path, client: int) -> str:
-    """Return the fingerprint of a key that a roster gives as text, as a file or as the fingerprint itself."""
+    """Return the fingerprint of a key in a roster: text, a file or the fingerprint itself."""
     if key.startswith(_FINGERPRINT):
         return key
     if key.startswith(_KEY_TYPES):
@@ -173,9 +174,9 @@ def _fingerprint_of(key: str, roster: Path, client: int) -> str:
 
 @dataclass
 class Owners:
-    """Who owns the numbers of a run's clients: the nodes that registered them first.
+    """The owners of a run's client numbers: the nodes that registered them first.
 
-    The record is a journal in the run directory. It is read when the run is resumed, and whenever
+    They are stored in a journal in the run directory. It is read when the run is resumed, and when
     the operator has released a number.
 
     Parameters
@@ -183,7 +184,7 @@ class Owners:
     path : Path, optional
         The journal. Nothing is written before its directory exists.
     rule : {"memory", "key"}
-        Who may come back under a number; see :class:`equipoise.flower.settings.FlowerSettings`.
+        Which node may rejoin with a number; see :class:`equipoise.flower.settings.FlowerSettings`.
     invited : dict, optional
         The clients that may join; all by default.
     run : str
@@ -199,7 +200,8 @@ class Owners:
     >>> owners.objection(3, north._replace(key="SHA256:b")) is None
     True
     >>> print(owners.objection(3, Owner("SHA256:c", sealed("disk 2"), "north")))
-    client 3 belongs to the node that registered it first (SHA256:a); if this one is to take its place, stop the other and run `equipoise flower release 3 RUN_DIRECTORY`
+    client 3 belongs to the node that registered it first (SHA256:a); if this one is to take its
+    place, stop the other and run `equipoise flower release 3 RUN_DIRECTORY`
     """
 
     path: Path | None = None
@@ -215,7 +217,7 @@ class Owners:
         self.released()
 
     def objection(self, client: int, node: Owner) -> str | None:
-        """Say why a node may not register a number, or return ``None``."""
+        """Return why a node may not register a number, or ``None`` if it may."""
         invited = Invited()
         if self.invited is not None:
             if client not in self.invited:
@@ -230,9 +232,9 @@ class Owners:
             for number, owner in self._of.items()
             if owner.key == node.key and number != client
         ]
-        # Another SuperLink may use node ids again, but never keys.
+        # Another SuperLink may reuse node ids, but not keys.
         if mine and node.key.startswith(_FINGERPRINT):
-            return f"it says it is client {client}, but has registered as client {mine[0]} before"
+            return f"it registers as client {client}, but has registered as client {mine[0]} before"
         owner = self._of.get(client)
         if owner is None or owner.key == node.key or invited.key is not None:
             return None
@@ -258,7 +260,7 @@ class Owners:
         self._unwritten.append(_release_of(client))
 
     def released(self) -> bool:
-        """Read what has been added to the journal, and say whether the operator has released numbers since."""
+        """Read new lines of the journal; return whether the operator has released numbers."""
         if self.path is None or not self.path.exists() or self.path.stat().st_size == self._read:
             return False
         with self.path.open("rb") as file:
@@ -271,7 +273,7 @@ class Owners:
         return any(freed)
 
     def save(self) -> None:
-        """Add what is new to the journal, if its directory exists."""
+        """Append new entries to the journal, if its directory exists."""
         if self.path is None or not self._unwritten or not self.path.parent.exists():
             return
         _append(self.path, self._unwritten)
@@ -281,7 +283,7 @@ class Owners:
 
 
 def release(directory: Path, client: int) -> Owner:
-    """Free the number of a client, so that the next node that registers it becomes its owner.
+    """Release the number of a client. The next node that registers it becomes its owner.
 
     Parameters
     ----------
@@ -293,7 +295,7 @@ def release(directory: Path, client: int) -> Owner:
     Returns
     -------
     Owner
-        The node that it belonged to.
+        The node that owned it.
 
     Examples
     --------
@@ -301,8 +303,10 @@ def release(directory: Path, client: int) -> Owner:
     >>> owners = Owners(Path(tempfile.mkdtemp()) / OWNERS)
     >>> owners.claim(3, Owner("SHA256:a", "", "north"))
     >>> owners.save()
-    >>> release(owners.path.parent, 3).name, owners.released(), owners.objection(3, Owner("SHA256:b", "", "south"))
-    ('north', True, None)
+    >>> release(owners.path.parent, 3).name, owners.released()
+    ('north', True)
+    >>> owners.objection(3, Owner("SHA256:b", "", "south")) is None
+    True
     """
     path = directory / OWNERS
     if not path.exists():
@@ -314,7 +318,7 @@ def release(directory: Path, client: int) -> Owner:
     if owner is None:
         taken = ", ".join(map(str, sorted(owners._of))) or "none"
         raise InputError(
-            f"client {client} belongs to nobody in {directory}; numbers that do: {taken}"
+            f"client {client} has no owner in {directory}; clients with an owner: {taken}"
         )
     _append(path, [_release_of(client)])
     return owner
@@ -339,15 +343,15 @@ def _entries(text: bytes) -> list[dict[str, Any]]:
         try:
             entry = json.loads(line)
         except ValueError:
-            # Blank, or cut off when the server was killed: that registration was not confirmed.
+            # Empty, or truncated when the server was killed: that registration was not confirmed.
             continue
         entries.append(entry)
     return entries
 
 
 def _append(path: Path, entries: list[dict[str, Any]]) -> None:
-    """Add lines to a journal in one write."""
-    # It begins on a new line, in case the last one was cut off.
+    """Append lines to a journal in one write."""
+    # Start with a new line, in case the last one was truncated.
     text = ("\n" + "".join(json.dumps(entry) + "\n" for entry in entries)).encode()
     with path.open("ab") as file:
         file.write(text)

@@ -1,4 +1,4 @@
-"""Limits that a silo sets for what its client may be asked to do."""
+"""Limits that a silo sets for the requests to its client."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LONGEST = 80
 
 
 class Refusal(RunError):
-    """A client does not do what it was asked to do.
+    """A client refuses a request.
 
-    The reason is logged there, and sent to the server.
+    The reason is logged on the client and sent to the server.
     """
 
 
 def shown(value: object) -> str:
-    r"""Write a value that others chose, for a message of one line: escaped, and cut if it is long.
+    r"""Return an untrusted value for a message of one line: escaped, and truncated if it is long.
 
     Examples
     --------
@@ -40,19 +40,19 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a silo allows, whatever experiments and messages say.
+    """What a silo allows, whatever experiments and messages request.
 
     Parameters
     ----------
     methods : tuple of str, optional
-        The methods that may run here; all by default. A method that combines parts of several
-        methods, or wraps another, is allowed if all of these are.
+        The allowed methods; all by default. A method that combines parts of several methods, or
+        wraps another, is allowed if all of these are.
     max_epochs : float, optional
-        The most passes over the training data in a round, in all phases together.
+        Maximum number of passes over the training data in a round, in all phases together.
     evaluate_only : bool
         Whether the client evaluates models and never trains.
     privacy : Privacy, optional
-        The least protection of updates. It is applied even if the experiment has none.
+        The minimum protection of updates. It is applied even if the experiment has none.
 
     Examples
     --------
@@ -71,26 +71,28 @@ class Limits:
             raise InputError(f"limits.max_epochs must be above 0, got {self.max_epochs!r}")
 
     def check(self, experiment: Experiment, samples: int) -> None:
-        """Refuse an experiment that goes beyond the limits.
+        """Refuse an experiment that exceeds the limits.
 
         Parameters
         ----------
         experiment : Experiment
-            What is to be trained here.
+            The experiment to run.
         samples : int
             The size of the client's training split.
 
         Raises
         ------
         Refusal
-            With the limit and what the experiment says.
+            The message has the limit and the value of the experiment.
 
         Examples
         --------
         >>> from equipoise.config import experiment_from
-        >>> Limits(methods=("fedavg",)).check(experiment_from({"data": "digits", "method": "ditto"}), 10)
+        >>> ditto = experiment_from({"data": "digits", "method": "ditto"})
+        >>> Limits(methods=("fedavg",)).check(ditto, 10)
         Traceback (most recent call last):
-        equipoise.flower.limits.Refusal: this silo allows the methods fedavg, but the experiment uses ditto
+        equipoise.flower.limits.Refusal: this silo allows the methods fedavg, but the experiment
+        uses ditto
         """
         if self.methods is not None:
             known = _parts_of(self.methods)
@@ -131,17 +133,18 @@ def read_limits(path: str | Path) -> Limits:
 
 
 def epochs_of(phases: Sequence[Phase], training: Training, samples: int) -> float:
-    """Count the passes over the training data in all phases; of a range, the most.
+    """Return the passes over the training data in all phases; the maximum if there is a range.
 
     Examples
     --------
-    >>> epochs_of((Phase(), Phase(epochs=3), Phase(steps=4)), Training(epochs=2, batch_size=10), samples=20)
+    >>> phases = (Phase(), Phase(epochs=3), Phase(steps=4))
+    >>> epochs_of(phases, Training(epochs=2, batch_size=10), samples=20)
     7.0
     """
     total = 0.0
     for phase in phases:
         batches = phase.gradient.batches
-        # Losses that take turns step by step last as long as a phase each.
+        # Each of several alternating losses lasts as long as a phase.
         turns = len(phase.loss) if isinstance(phase.loss, tuple) and batches == 1 else 1
         steps = phase.steps if phase.epochs is None else None
         if phase.epochs is None and steps is None:
@@ -177,7 +180,7 @@ def protection(written: Privacy | None, wanted: Privacy | None, limits: Limits) 
     Raises
     ------
     Refusal
-        If the run overrides the file's protection by a weaker one.
+        If the run overrides the file's protection with a weaker one.
 
     Examples
     --------
@@ -210,7 +213,7 @@ def stricter(one: Privacy | None, other: Privacy | None) -> Privacy | None:
     epsilon = min(privacy.epsilon for privacy in noisy if privacy.epsilon is not None)
     delta = min(privacy.delta for privacy in noisy)
     made = Privacy(clip=clip, epsilon=epsilon, delta=delta)
-    # A sensitivity above clip adds more noise than epsilon asks for.
+    # A sensitivity above clip adds more noise than epsilon requires.
     factor = max(1.0, *(_noise_ratio(privacy) / _noise_ratio(made) for privacy in noisy))
     return (
         Privacy(clip=clip, epsilon=epsilon, delta=delta, sensitivity=clip * factor)
@@ -220,7 +223,7 @@ def stricter(one: Privacy | None, other: Privacy | None) -> Privacy | None:
 
 
 def _as_strict(privacy: Privacy | None, wanted: Privacy) -> bool:
-    """Say whether protection is at least as strict as another."""
+    """Return whether protection is at least as strict as another."""
     if privacy is None or privacy.clip > wanted.clip:
         return False
     if wanted.epsilon is None:
@@ -254,7 +257,7 @@ def _parts_of(names: tuple[str, ...]) -> set[str]:
 
 
 def _used(method: Method) -> Iterator[str]:
-    """Name a method and its parts that concern clients, with those of methods inside it."""
+    """Yield the names of a method and of its client-side parts, including wrapped methods."""
     yield method.name
     for part in dict.fromkeys((method.local, method.aggregation, method.view)):
         yield from _names(part)

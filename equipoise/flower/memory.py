@@ -1,4 +1,4 @@
-"""A client's memory on its own disk, one file a round."""
+"""A client's memory on its own disk, one file per round."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from equipoise.tree import Tree, digest
 
 _HOME = "EQUIPOISE_MEMORY"
 _SUFFIX = ".safetensors"
-# Names that a message may give to files here: no separators, and no dot in front.
+# Names of files that a message may contain: no separators, and no leading dot.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
 def memory_root(given: str | None = None) -> Path:
-    """Return the directory of memories: the configured one, else ``EQUIPOISE_MEMORY``, else ``~/.equipoise``.
+    """Return the directory of memories.
+
+    It is the configured one, else that of ``EQUIPOISE_MEMORY``, else ``~/.equipoise``.
 
     Examples
     --------
@@ -31,7 +33,7 @@ def memory_root(given: str | None = None) -> Path:
 
 
 def home_of(root: Path) -> str:
-    """Return the secret of a memory directory, and create one if it has none.
+    """Return the secret of a memory directory. Create it if it does not exist.
 
     Examples
     --------
@@ -49,9 +51,9 @@ def home_of(root: Path) -> str:
 
 
 def proof_of_home(root: Path, run: str) -> str:
-    """Return what shows the server of a run that a client has the same memory directory as before.
+    """Return a proof for the server of a run that a client has the same memory directory as before.
 
-    It is made from a secret in that directory and the name of the run, so the server of one run
+    It is computed from a secret in that directory and the name of the run, so the server of one run
     cannot use it in another.
 
     Examples
@@ -65,13 +67,14 @@ def proof_of_home(root: Path, run: str) -> str:
 
 
 def check_name(name: str, what: str) -> str:
-    """Return the name of a file or directory that a message gives, or refuse one that leads elsewhere.
+    """Return the name of a file or directory from a message; refuse names that contain a path.
 
     Examples
     --------
     >>> check_name("digits-fedavg-seed0-1f", "run"), check_name("..", "run")
     Traceback (most recent call last):
-    equipoise.flower.limits.Refusal: '..' is not a name for a run: it must have letters, digits, _, - and . only, and no . in front
+    equipoise.flower.limits.Refusal: '..' is not a name for a run: it must have letters, digits, _,
+    - and . only, and no . in front
     """
     if not _NAME.fullmatch(name):
         raise Refusal(
@@ -82,20 +85,20 @@ def check_name(name: str, what: str) -> str:
 
 
 class Versions:
-    """The memory of one client in one run, in versions.
+    """The versions of one client's memory in one run.
 
     A version is the number of the round that wrote it; 0 is the memory of a client that has not
-    taken part. The server says which version is valid, so a late answer, a repeated round or a
+    taken part. The server decides which version is valid, so a late answer, a repeated round or a
     resumed run never applies an update twice.
 
     Parameters
     ----------
     root : Path
-        Where memories are.
+        The directory of memories.
     run : str
-        The run's own name.
+        The name of the run.
     client : int
-        Whose memory.
+        The number of the client.
 
     Examples
     --------
@@ -111,7 +114,7 @@ class Versions:
 
     @property
     def versions(self) -> list[int]:
-        """The versions there are, in rising order."""
+        """The existing versions, in ascending order."""
         names = (path.name.removesuffix(_SUFFIX) for path in self.folder.glob(f"round-*{_SUFFIX}"))
         return sorted(int(name.removeprefix("round-")) for name in names)
 
@@ -121,7 +124,7 @@ class Versions:
         Raises
         ------
         RunError
-            If the version is not there.
+            If the version does not exist.
         """
         if version == 0:
             return {}
@@ -139,12 +142,12 @@ class Versions:
         save_tensors(self._path(version), memory, {"round": version})
 
     def hold(self, name: str, tree: Tree) -> None:
-        """Keep a tree that the server sends once, under its hash."""
+        """Store a tree that the server sends only once, under its hash."""
         self.folder.mkdir(parents=True, exist_ok=True)
         save_tensors(self._held(name), tree)
 
     def held(self, name: str) -> Tree | None:
-        """Return a tree that was sent before, or ``None`` if it is not there.
+        """Return a tree that was sent before, or ``None`` if it is missing.
 
         Examples
         --------
@@ -166,7 +169,7 @@ class Versions:
         return self.folder / f"held-{check_name(name, 'tree')}{_SUFFIX}"
 
     def prune(self, oldest: int, newest: int) -> None:
-        """Remove versions that are no longer needed, and those that a resumed run will write again."""
+        """Remove versions that are no longer needed or that a resumed run will write again."""
         for version in self.versions:
             if version < oldest or version > newest:
                 self._path(version).unlink(missing_ok=True)

@@ -34,7 +34,7 @@ _GUARD = Template(
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
 
-_APP = '''"""Both halves of the run, made from experiment.yaml."""
+_APP = '''"""The server app and the client app of experiment.yaml."""
 
 from pathlib import Path
 
@@ -44,8 +44,9 @@ EXPERIMENT = Path(__file__).with_name("experiment.yaml")
 
 server = server_app(EXPERIMENT)
 
-# A silo whose data are neither in a directory of arrays nor in a source of Equipoise can make its own federation of one
-# client: client_app(EXPERIMENT, data=my_federation), where my_federation(node_config) returns it.
+# If the data of a silo are neither in a directory of arrays nor in a source of Equipoise, use
+# client_app(EXPERIMENT, data=my_federation), where my_federation(node_config) returns a federation
+# of one client.
 client = client_app(EXPERIMENT)
 '''
 
@@ -72,9 +73,9 @@ serverapp = "app:server"
 clientapp = "app:client"
 
 [tool.flwr.app.config]
-# The run directory, on the machine of the SuperLink; if it holds this run, the run is resumed.
+# The run directory, on the machine of the SuperLink. If it contains this run, the run is resumed.
 out = "~/.equipoise/results/$name"
-# What to change of the experiment: flwr run . --run-config 'set="training.rounds=5; seed=1"'
+# Changes to the experiment: flwr run . --run-config 'set="training.rounds=5; seed=1"'
 set = ""
 """
 )
@@ -82,22 +83,26 @@ set = ""
 _README = Template(
     """# $name
 
-`$method` on `$data`, as `experiment.yaml` says. All machines need `pip install 'equipoise[flower]'`.
+`$method` on `$data`, as described in `experiment.yaml`. All machines need
+`pip install 'equipoise[flower]'`.
 
     # simulated on this machine, which needs pip install 'equipoise[simulation]'
-    equipoise flower run . --stream --federation-config 'num-supernodes=$clients client-resources-num-cpus=1'
+    equipoise flower run . --stream \\
+        --federation-config 'num-supernodes=$clients client-resources-num-cpus=1'
 
     # on a SuperLink named in ~/.flwr/config.toml
     equipoise flower run . my-superlink --stream
 
-The SuperLink and the SuperNodes are started with
+Start the SuperLink and the SuperNodes with
 
-    equipoise flower superlink --host 0.0.0.0 --ssl-ca-certfile ca.crt --ssl-certfile server.pem --ssl-keyfile server.key
-    equipoise flower supernode --superlink HOST:8000 --root-certificates ca.crt --node-config 'client=0'
+    equipoise flower superlink --host 0.0.0.0 --ssl-ca-certfile ca.crt \\
+        --ssl-certfile server.pem --ssl-keyfile server.key
+    equipoise flower supernode --superlink HOST:8000 --root-certificates ca.crt \\
+        --node-config 'client=0'
 
-one SuperNode for each client, each with a number of its own. These are Flower's own commands (`flwr run`,
-`flower-superlink`, `flower-supernode`), with its telemetry, update check and installation of dependencies turned off.
-Equipoise's `docs/flower.md` goes through a deployment step by step.
+Start one SuperNode for each client, each with a different number. These are Flower's own commands
+(`flwr run`, `flower-superlink`, `flower-supernode`), with telemetry, update check and installation
+of dependencies turned off. Equipoise's `docs/flower.md` describes a deployment step by step.
 """
 )
 
@@ -108,11 +113,11 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
     Parameters
     ----------
     directory : Path
-        Where; it must not exist, or be empty. Its name is the app's, so Flower's rules for names
-        hold.
+        The directory of the app, which must be empty or not exist. Its name is that of the app, so
+        Flower's rules for names apply.
     experiment : Path
-        The experiment's file; the app gets a copy that says how many clients to wait for, and the
-        files it imports.
+        The experiment's file. The app gets a copy with the number of clients to wait for, and
+        copies of the files that it imports.
 
     Returns
     -------
@@ -134,14 +139,14 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
     name = directory.resolve().name
     if not _NAME.fullmatch(name):
         raise InputError(
-            f"{name!r} is no name for a Flower app; it must begin with a letter and hold up to 32 "
-            "letters, digits and hyphens"
+            f"{name!r} is not a valid name for a Flower app; it must begin with a letter and have "
+            "up to 32 letters, digits and hyphens"
         )
     content = read_yaml(experiment)
     read = experiment_from(content, str(experiment))
     if read.method.sees is Sees.DATA:
         raise InputError(
-            f"{experiment}: method {read.method.name!r} puts all data in one place, "
+            f"{experiment}: method {read.method.name!r} pools all data, "
             "but on Flower they stay with the clients; choose another method"
         )
     if read.flower.privacy:
@@ -172,8 +177,8 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
     for own in filter(None, map(file_of, read.imports)):
         if own.name in contents:
             raise InputError(
-                f"{experiment}: imports {own.name!r}, a name the app needs; call the file "
-                "something else"
+                f"{experiment}: imports {own.name!r}, a name that the app uses itself; rename the "
+                "file"
             )
         contents[own.name] = own.read_text(encoding="utf-8")
     directory.mkdir(parents=True, exist_ok=True)
@@ -200,7 +205,7 @@ def _with_clients(text: str, content: dict[str, Any], clients: int) -> str:
 
 
 def _count_clients(experiment: Experiment) -> int:
-    """Count the clients, if their data can be read here."""
+    """Return the number of clients, if their data can be read here."""
     try:
         return experiment.federation().clients
     except InputError:

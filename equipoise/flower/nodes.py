@@ -1,4 +1,4 @@
-"""The nodes of Flower's grid, and messages to them."""
+"""The nodes of Flower's grid, and the exchange of messages with them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from equipoise.flower.settings import FlowerSettings
 
 log = logging.getLogger("flwr.equipoise")
 
-# Flower itself polls for answers every three seconds only; polling costs one short request.
+# Seconds between polls for answers. Flower's own functions poll every three seconds, although a
+# poll is only one short request.
 _LOOK_FOR_ANSWERS = 0.1
 _LOOK_FOR_NODES = 2.0
 _LONGEST_REASON = 300
 
-# What Flower raises when it puts a message together whose parts do not fit.
+# What Flower raises when it cannot assemble the parts of a message.
 _MALFORMED = (
     ValueError,
     TypeError,
@@ -44,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass
 class Answers(Generic[T]):
-    """The answers that arrived, and for each other client the reason why there is none."""
+    """The answers of clients, and the reason for each client that did not answer."""
 
     answered: dict[int, T] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
@@ -80,12 +81,12 @@ class Nodes:
         self._asked: dict[str, int] = {}
         self._looked = float("-inf")
         self._key_of: dict[int, str] = {}
-        # Nodes refused because of another node with the same number, which may go.
+        # Nodes refused because of another node with the same number, which may disconnect.
         self._disputed: dict[int, int] = {}
         self._arrived: dict[int, Description] = {}
 
     def gather(self) -> None:
-        """Wait until as many clients as the settings ask for have registered.
+        """Wait until the number of clients in the settings have registered.
 
         Raises
         ------
@@ -96,7 +97,7 @@ class Nodes:
         wanted, deadline = self.settings.clients, time.monotonic() + self.settings.wait
         while len(self.node_of) < wanted:
             self.look(strict=True)
-            # All at once, so that most of them decide which model they need, and not the first.
+            # Admit all at once, so that the majority and not the first client determines the model.
             if len(self.node_of) >= wanted:
                 self.newcomers()
             if len(self.node_of) < wanted and time.monotonic() > deadline:
@@ -106,14 +107,14 @@ class Nodes:
                 raise RunError(
                     f"{len(self.node_of)} of {wanted} clients have registered within "
                     f"{self.settings.wait:g} s (flower.clients, flower.wait; Flower simulates as "
-                    f"many as --federation-config 'num-supernodes=N' says){why}"
+                    f"many as in --federation-config 'num-supernodes=N'){why}"
                 )
             time.sleep(_LOOK_FOR_ANSWERS)
 
     def newcomers(self) -> list[int]:
         """Admit the clients that have registered since the last call, without waiting.
 
-        Between calls the roster does not change, so that it is constant during a round.
+        The roster does not change between calls, so it is constant during a round.
         """
         self.look()
         admitted = []
@@ -129,7 +130,7 @@ class Nodes:
         return admitted
 
     def look(self, *, strict: bool = False) -> None:
-        """Look up the connected nodes, ask new ones for their description, and read the descriptions that arrived."""
+        """Ask newly connected nodes for their descriptions, and read those that have arrived."""
         if time.monotonic() - self._looked > _LOOK_FOR_NODES:
             self._looked = time.monotonic()
             if self.owners.released():
@@ -138,8 +139,7 @@ class Nodes:
             for node, client in list(self._client_of.items()):
                 if node not in online:
                     self._forget(client, node)
-            # A node that was refused and then restarted, perhaps with another configuration, is
-            # asked again.
+            # Ask a refused node again after a restart, because its configuration may have changed.
             self.refused = {node: why for node, why in self.refused.items() if node in online}
             strangers = (
                 set(online) - set(self._client_of) - set(self._asked.values()) - set(self.refused)
@@ -168,7 +168,7 @@ class Nodes:
 
     def _register(self, node: int, reply: Message, strict: bool) -> None:
         if reply.has_error():
-            # A node that is offline may return; it is asked again then.
+            # An offline node is asked again when it returns.
             if not _unavailable(reply):
                 self._refuse(node, _reason(reply.error.reason))
             return
@@ -183,12 +183,12 @@ class Nodes:
             self.node_of.get(said.client),
         )
         wrong = self.owners.objection(said.client, owner)
-        # Before round 1 both have just answered; later the other may be the same client before a
-        # restart.
+        # Before round 1 both nodes have just answered. Later the other node may be the same client
+        # before a restart.
         if wrong is None and other is not None and strict:
             wrong = (
-                f"nodes {other} and {node} both say they are client {said.client}; "
-                "give each SuperNode a number of its own: --node-config 'client=N'"
+                f"nodes {other} and {node} both registered as client {said.client}; "
+                "give each SuperNode a different number: --node-config 'client=N'"
             )
         if wrong:
             self._disputed[node] = said.client
@@ -200,13 +200,11 @@ class Nodes:
         if known is None:
             self._arrived[said.client] = said
         elif known.sizes != said.sizes:
-            log.warning(
-                "client %d now has other sizes; those that it registered with stay", said.client
-            )
-        log.info("client %d (%s) is there, as node %d", said.client, said.name, node)
+            log.warning("client %d now has other sizes; its registered sizes are kept", said.client)
+        log.info("client %d (%s) has registered as node %d", said.client, said.name, node)
 
     def _forget(self, client: int, node: int) -> None:
-        """Mark a node as unreachable; when it can be reached again, it is asked for its description."""
+        """Mark a node as unreachable. It is asked for its description when it is back."""
         self._client_of.pop(node, None)
         if self.node_of.get(client) == node:
             log.warning("client %d: its node %d is offline", client, node)
@@ -214,7 +212,7 @@ class Nodes:
             self._reconsider({client})
 
     def _reconsider(self, clients: set[int]) -> None:
-        """Ask nodes again that were refused because their number was taken."""
+        """Ask nodes again that were refused because their number was in use."""
         for node in [node for node, client in self._disputed.items() if client in clients]:
             del self._disputed[node]
             self.refused.pop(node, None)
@@ -237,7 +235,7 @@ class Nodes:
         Returns
         -------
         Answers
-            Of those that answered in time, and the reasons of the others.
+            The answers that arrived in time, and the reasons for the other clients.
         """
         answers: Answers[RecordDict] = Answers()
         waiting: dict[str, int] = {}
@@ -282,7 +280,7 @@ class Nodes:
             ]:
                 del waiting[id_]
                 out_of_reach[client] = "its node went offline"
-            # A restarted SuperNode does not know the messages sent before.
+            # A restarted SuperNode does not get the messages that were sent before.
             back = [client for client in out_of_reach if client in self.node_of]
             for client in back:
                 del out_of_reach[client]
@@ -300,7 +298,7 @@ class Nodes:
         read: Callable[[int, RecordDict], T],
         enough: int,
     ) -> Answers[T]:
-        """Ask until enough clients have answered acceptably, or the retries are used up.
+        """Ask until enough clients have sent a valid answer, or the retries are used up.
 
         Parameters
         ----------
@@ -309,12 +307,12 @@ class Nodes:
         read : callable
             Reads a client's answer, or raises :class:`~equipoise.flower.schema.Misfit`.
         enough : int
-            How many answers it takes.
+            The required number of answers.
 
         Returns
         -------
         Answers
-            Acceptable ones as they were read, and the latest reasons of the others.
+            Valid answers as they were read, and the latest reasons for the other clients.
         """
         kept: Answers[T] = Answers()
         for attempt in range(self.settings.retries + 1):
@@ -348,7 +346,7 @@ class Nodes:
             self.look()
 
     def _pull(self, waiting: Mapping[str, int]) -> tuple[list[Message], dict[str, str]]:
-        """Return the replies that have arrived to some messages, and why Flower cannot put others of them together."""
+        """Return the replies that have arrived, and why Flower cannot assemble others."""
         try:
             replies = self.grid.pull_messages(list(waiting))
             return [reply for reply in replies if reply.metadata.reply_to_message_id in waiting], {}
@@ -375,7 +373,7 @@ class Nodes:
 
 
 def reasons(failed: Mapping[int, str]) -> str:
-    """Say in one line why clients are left out.
+    """Return one line with the reasons why clients are left out.
 
     Examples
     --------
@@ -390,6 +388,6 @@ def _unavailable(reply: Message) -> bool:
 
 
 def _reason(text: str | None) -> str:
-    # Cut first: what a client says may be very long.
+    # Truncate first: a client's text may be very long.
     words = (text or "an error without a reason")[: 10 * _LONGEST_REASON].split()
     return shown(" ".join(words), _LONGEST_REASON)

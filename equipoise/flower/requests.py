@@ -1,4 +1,4 @@
-"""What a message may ask of a client: what its experiment says, and nothing else."""
+"""Checks of the requests to a client: only what its experiment allows."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from equipoise.methods import describe_part
 
 
 def check_request(silo: Silo, kind: str, content: RecordDict) -> None:
-    """Refuse a message that asks for more than the experiment and the limits of the silo allow.
+    """Refuse a message that requests more than the experiment and the limits of the silo allow.
 
     Parameters
     ----------
     silo : Silo
-        The client's side of the run.
+        The client side of the run.
     kind : str
         The kind of message, such as ``query.kept``.
     content : RecordDict
-        What it holds.
+        The content of the message.
 
     Raises
     ------
@@ -64,8 +64,8 @@ def _check_training(silo: Silo, content: RecordDict, asked: dict[str, Any]) -> N
         raise Refusal("this client evaluates models and never trains")
     if "local" in asked and asked["local"] != json.dumps(describe_part(experiment.method.local)):
         raise Refusal(
-            f"the message has a local rule of its own, {shown(asked['local'])}; the experiment's "
-            "is used here"
+            f"the message has another local rule, {shown(asked['local'])}; valid: the rule of the "
+            "experiment"
         )
     if settings_of(content, EVALUATION).get(LOCAL) and not experiment.evaluation.local:
         raise Refusal("an evaluation of the local model was asked for, but evaluation.local is off")

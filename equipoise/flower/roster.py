@@ -1,4 +1,4 @@
-"""What the server knows about clients without their data."""
+"""The server's description of the clients, without their data."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Description:
     name, group : str
         Its name and that of its group.
     group_names : tuple of str
-        All groups it knows, in order.
+        All groups that it knows, in order.
     unseen : bool
         Whether it is held out of training.
     sizes : dict
-        How many samples each of its splits holds.
+        Number of samples of each of its splits.
     task, shape, outputs, class_names
-        What a model for its data must have; the same for all clients.
+        The properties of its data that determine the model; the same for all clients.
     home : str
         Identifies the disk of its memory, to distinguish a restarted SuperNode from another one
         with the same number.
@@ -101,14 +101,14 @@ class Description:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many samples every client holds in a split."""
+    """The number of samples of every client in a split."""
 
     sizes: NDArray[np.int64]
 
 
 @dataclass
 class Roster:
-    """The registered clients: a federation without data, as far as the round loop needs it.
+    """The registered clients, with the part of a federation's interface that the round loop needs.
 
     Clients keep their numbers. A number without a registered client has no samples and is neither
     seen nor unseen.
@@ -116,7 +116,7 @@ class Roster:
     Parameters
     ----------
     name : str
-        What to call the federation in tables and messages.
+        Name of the federation in tables and messages.
     known : dict
         The description of each registered client, by number.
 
@@ -133,26 +133,26 @@ class Roster:
     known: dict[int, Description] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check that all clients fit together."""
+        """Check that all clients are compatible."""
         self.group_names: tuple[str, ...] = ()
         known, self.known = self.known, {}
         self.admit(known.values())
 
     def admit(self, newcomers: Iterable[Description]) -> None:
-        """Add clients; their new groups come after the known ones.
+        """Add clients. Their new groups come after the known ones.
 
         Raises
         ------
         InputError
-            If a new client's data need another model than the others'; the message names both
-            clients.
+            If a new client's data need another model than those of the others. The message names
+            both clients.
         """
         for said in sorted(newcomers, key=lambda said: said.client):
             first = next(iter(self.known.values()), said)
             facts = {
                 "task": "",
                 "shape": "",
-                "outputs": "; say data.classes in the experiment",
+                "outputs": "; set data.classes in the experiment",
                 "class_names": "",
             }
             for fact, hint in facts.items():
@@ -212,12 +212,12 @@ class Roster:
 
     @property
     def outputs(self) -> int:
-        """How many numbers a model must return for one sample."""
+        """Number of outputs of a model for one sample."""
         return self._any.outputs
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Names of the classes, if clients know them."""
+        """Names of the classes, if clients have them."""
         return self._any.class_names
 
     @property
@@ -230,7 +230,7 @@ class Roster:
         return self.known[min(self.known)]
 
     def split(self, name: str) -> Sizes:
-        """Return how many samples every client holds in one of the three splits."""
+        """Return the number of samples of every client in one of the three splits."""
         if name not in SPLITS:
             raise unknown("split", name, SPLITS)
         sizes = np.zeros(self.clients, np.int64)
@@ -248,14 +248,14 @@ class Roster:
         return self.known[client].name if client in self.known else f"client {client}"
 
     def pooled(self) -> Federation:
-        """Refuse to put the data in one place."""
+        """Refuse to pool the data."""
         raise InputError(
-            "method 'central' puts all data in one place, but on Flower they stay with the "
-            "clients; choose another method, or train it in one process with `equipoise run`"
+            "method 'central' pools all data, but on Flower they stay with the clients; choose "
+            "another method, or train in one process with `equipoise run`"
         )
 
     def fingerprint(self) -> str:
-        """Hash what the data require of a model, without the registered clients, which may change during a run."""
+        """Return a hash of what the data require of a model, without the registered clients."""
         return hashlib.sha256(repr((self.task, self.shape, self.outputs)).encode()).hexdigest()[:16]
 
     def save(self, path: Path, **more: Any) -> None:

@@ -1,8 +1,8 @@
-"""What clients may answer and how they may register: checked here, before the server uses anything of it.
+"""Checks of clients' answers and registrations, before the server uses them.
 
 An answer is checked against a :class:`Schema`, a registration by :func:`read_registration`. Both
 raise :class:`Misfit` with the reason in one line. The server then leaves the client out and
-continues. What nobody asked for is left out of an answer, and a warning names it.
+continues. Values that were not requested are removed from an answer, with a warning.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ _OPEN_TYPES = {
 
 
 class Misfit(ValueError):
-    """An answer or a registration that cannot be used; says why in one line."""
+    """An answer or a registration that cannot be used. The message is the reason in one line."""
 
 
 def shown(value: object, longest: int = 80) -> str:
-    r"""Write something that a client has sent so that a terminal and a journal can take it: short, and on one line.
+    r"""Return a value from a client for a terminal or a journal: short, and on one line.
 
     Parameters
     ----------
     value : object
-        Text is written as it is, anything else as Python writes it.
+        Text is kept, other values are converted with ``repr``.
     longest : int
-        The most characters.
+        Maximum number of characters.
 
     Returns
     -------
@@ -88,7 +88,7 @@ def shown(value: object, longest: int = 80) -> str:
     >>> shown("head\x1b[2J\n"), shown([1, 2]), shown("x" * 100, longest=8)
     ('head\\x1b[2J\\n', '[1, 2]', 'xxxxx...')
     """
-    # Cut first: what is sent may be very long.
+    # Truncate first: the value may be very long.
     text = (value if isinstance(value, str) else _represented(value))[: longest + 1]
     plain = "".join(
         c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
@@ -106,7 +106,7 @@ def _represented(value: object) -> str:
 
 
 def _several(names: Iterable[str]) -> str:
-    """Name the first few."""
+    """Return the first few names."""
     listed = sorted(names)
     more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
     return ", ".join(shown(name) for name in listed[:3]) + more
@@ -122,7 +122,7 @@ class Number:
     Parameters
     ----------
     called : str
-        What reasons call it.
+        Its name in reasons.
     low, high : float
         The smallest and the largest valid number.
     needed : bool
@@ -138,7 +138,8 @@ class Number:
     0.5
     >>> Number(called="test accuracy", low=0.0, high=1.0).read(7.5)
     Traceback (most recent call last):
-    equipoise.flower.schema.Misfit: answered with 7.5 as test accuracy, which is not in the range from 0 to 1
+    equipoise.flower.schema.Misfit: answered with 7.5 as test accuracy, which is not in the range
+    from 0 to 1
     """
 
     called: str
@@ -167,7 +168,7 @@ class Number:
             return number
         if not math.isfinite(number):
             raise Misfit(f"answered with {number} as {self.called}")
-        # Means may leave the range by their rounding.
+        # Means may be outside of the range because of rounding.
         slack = 1e-9
         if not self.low - slack * abs(self.low) <= number <= self.high + slack * abs(self.high):
             raise Misfit(
@@ -184,7 +185,7 @@ class Answer:
     Attributes
     ----------
     content : RecordDict
-        What was asked for, without anything else.
+        The requested records.
     trees : dict of Tree
         The arrays, by the name of their record.
     numbers : dict of dict
@@ -192,8 +193,8 @@ class Answer:
     form : str
         The form of the answer to a question; see :func:`equipoise.flower.wire.unpack`.
     lacks : bool
-        Whether the client says that it has lost something that it was sent once. Then there is
-        nothing else.
+        Whether the client reports that it has lost a tree that is sent only once. Then the answer
+        has nothing else.
     """
 
     content: RecordDict
@@ -204,7 +205,7 @@ class Answer:
 
     @property
     def forms(self) -> Hashable:
-        """The names, types and shapes of all arrays, and the form: what must be the same for all clients."""
+        """The names, types and shapes of all arrays, and the form, which all clients must share."""
         arrays = (
             (record, name, tensor.dtype, tensor.shape)
             for record, tree in sorted(self.trees.items())
@@ -215,12 +216,12 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """What an answer of one client must contain.
+    """The required content of an answer of one client.
 
     Parameters
     ----------
     client, round
-        Who must answer, and for which round (counted from 0).
+        The client that must answer, and the round (counted from 0).
     trees : mapping
         By the name of a record of arrays, the tensors whose names, types and shapes the arrays must
         have.
@@ -235,20 +236,22 @@ class Schema:
         Whether the answer is one to a question: with a form, and with one row in every array of
         ``answer``.
     withheld : collection of str
-        What the server did not send because the client should have it.
+        Trees that the server did not send because the client should have them.
     largest : float
-        The most bytes of all open records together.
+        Maximum number of bytes of all open records together.
 
     Examples
     --------
     >>> from equipoise.flower.wire import to_record
     >>> schema = Schema(client=3, round=0, trees={"update": {"w": torch.zeros(2)}})
     >>> note = ConfigRecord({"client": 3, "round": 0})
-    >>> schema.read(RecordDict({"update": to_record({"w": torch.ones(2)}), "note": note})).trees["update"]
+    >>> update = to_record({"w": torch.ones(2)})
+    >>> schema.read(RecordDict({"update": update, "note": note})).trees["update"]
     {'w': tensor([1., 1.])}
     >>> schema.read(RecordDict({"update": to_record({"w": torch.ones(3)}), "note": note}))
     Traceback (most recent call last):
-    equipoise.flower.schema.Misfit: answered with w of (3,) torch.float32 instead of (2,) torch.float32
+    equipoise.flower.schema.Misfit: answered with w of (3,) torch.float32 instead of (2,)
+    torch.float32
     """
 
     client: int
@@ -262,7 +265,7 @@ class Schema:
     largest: float = math.inf
 
     def read(self, content: RecordDict) -> Answer:
-        """Return the answer as far as it was asked for.
+        """Return the requested part of an answer.
 
         Raises
         ------
@@ -311,12 +314,12 @@ class Schema:
         ignored += [name for name in content if name not in declared]
         if ignored:
             log.warning(
-                "client %d: left out what nobody asked for: %s", self.client, _several(ignored)
+                "client %d: left out what was not requested: %s", self.client, _several(ignored)
             )
         return Answer(RecordDict(declared), trees, numbers, form)
 
     def _counts(self, name: str, given: Mapping[str, Any]) -> dict[str, float]:
-        """Read the counts by attributes of a record; the client alone knows their values."""
+        """Read the counts by attributes of a record, whose values only the client knows."""
         if name not in self.counted:
             return {}
         counts = {
@@ -402,7 +405,7 @@ def _tree(record: ArrayRecord, expected: Mapping[str, Tensor]) -> Tree:
 
 
 def _tensor(name: str, array: Array, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Read an array whose bytes must be what it declares.
+    """Read an array whose bytes must match its declared type and shape.
 
     The header is compared with the only one that is valid, and not parsed: NumPy's own parser can
     be brought to warn, to use much memory and to raise all kinds of errors.
@@ -428,7 +431,7 @@ def _tensor(name: str, array: Array, dtype: torch.dtype, shape: tuple[int, ...])
 
 
 def _beyond(tree: Tree, largest: float) -> str | None:
-    """Name a tensor with NaN, infinity or a number beyond a bound."""
+    """Return the reason if a tensor has NaN, infinity or a number beyond a bound, else ``None``."""
     for name, tensor in tree.items():
         values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if not values.numel() or values.dtype == torch.bool:
@@ -442,7 +445,7 @@ def _beyond(tree: Tree, largest: float) -> str | None:
 
 
 def _form(content: RecordDict, tree: Tree) -> tuple[ConfigRecord, str]:
-    """Read the form of the answer to a question, which must name each of its arrays once."""
+    """Read the form of the answer to a question, which must refer to each of its arrays once."""
     record = content.get(FORM)
     text = record.get("text") if isinstance(record, ConfigRecord) else None
     if not isinstance(text, str):
@@ -478,7 +481,7 @@ def _form(content: RecordDict, tree: Tree) -> tuple[ConfigRecord, str]:
 
 
 def alike(answers: Mapping[int, Answer]) -> dict[int, Answer]:
-    """Keep the answers whose arrays have the names, types and shapes that most of them have.
+    """Keep the answers whose arrays have the most frequent names, types and shapes.
 
     Examples
     --------
@@ -503,16 +506,17 @@ class Declared:
     Parameters
     ----------
     task : Task
-        Says which metrics there are besides the loss, and their ranges.
+        The task, with its metrics besides the loss and their ranges.
     largest_loss : float
         The largest loss, and the negative of the smallest one.
     metrics : sequence of Metric
-        The metrics that the run wants besides.
+        Further metrics of the run.
 
     Examples
     --------
     >>> declared = Declared(tasks.build("classification"))
-    >>> [number.called for number in declared.of_model("global", {"val": 0, "test": 9})["global.test"].values()]
+    >>> numbers = declared.of_model("global", {"val": 0, "test": 9})
+    >>> [number.called for number in numbers["global.test"].values()]
     ['test loss of the global model', 'test accuracy of the global model']
     """
 
@@ -521,7 +525,7 @@ class Declared:
     metrics: tuple[Metric, ...] = ()
 
     def measured(self, called: str, *, needed: bool, metrics: bool = False) -> dict[str, Number]:
-        """Return the numbers of one model on one split; ``called`` has a place for the name of each."""
+        """Return the numbers of a model on a split; ``called`` is a template for their names."""
         names = ("loss", self.task.score, *self.task.ranges)
         found = {name: self._of_task(name, called.format(name), needed=needed) for name in names}
         for metric in self.metrics if metrics else ():
@@ -545,9 +549,9 @@ class Declared:
         }
 
     def of_training(self, reports: Iterable[str], sizes: Mapping[str, int]) -> dict[str, Number]:
-        """Return what clients report after training: loss and steps, and the reports that somebody needs."""
+        """Return what clients report after training: loss, steps, and the requested reports."""
         found = {
-            # What is minimized may be another loss than that of the task.
+            # The minimized loss may differ from that of the task.
             "train_loss": Number(
                 called="train_loss",
                 low=-self.largest_loss,
@@ -576,16 +580,16 @@ Numbers = Mapping[str, Mapping[str, float]]
 def measured_by(
     answers: Mapping[int, Numbers], clients: Iterable[int], kind: str
 ) -> dict[str, Measured]:
-    """Return the metrics of one kind of model by split, one value a client; NaN for clients that did not answer.
+    """Return the metrics of one kind of model by split; NaN for clients that did not answer.
 
     Parameters
     ----------
     answers : mapping
         The numbers that clients reported, by client and record; see :class:`Answer`.
     clients : iterable of int
-        Whose values, in this order.
+        The clients, in the order of the values.
     kind : {"global", "personal", "local"}
-        Of which model.
+        The kind of model.
 
     Returns
     -------
@@ -615,19 +619,19 @@ def measured_by(
 
 
 def read_registration(content: RecordDict, settings: FlowerSettings) -> Description:
-    """Read what a client says of itself when it registers.
+    """Read the description that a client sends when it registers.
 
     Parameters
     ----------
     content : RecordDict
         The message.
     settings : FlowerSettings
-        Says which client numbers are valid.
+        The settings, with the valid client numbers.
 
     Returns
     -------
     Description
-        Checked by itself. Whether it fits the other clients is the roster's business.
+        The description, with valid values. The roster checks whether it fits the other clients.
 
     Raises
     ------
@@ -638,7 +642,8 @@ def read_registration(content: RecordDict, settings: FlowerSettings) -> Descript
     --------
     >>> from equipoise.data import load
     >>> said = Description.of(load("digits"), 3)
-    >>> read_registration(RecordDict({"about": ConfigRecord({"text": said.text()})}), FlowerSettings()) == said
+    >>> message = RecordDict({"about": ConfigRecord({"text": said.text()})})
+    >>> read_registration(message, FlowerSettings()) == said
     True
     """
     record = content.get("about")
@@ -657,7 +662,7 @@ def read_registration(content: RecordDict, settings: FlowerSettings) -> Descript
         raise Misfit(f"it registered with {shown(plain)} instead of a description")
     fields = {each.name: each for each in dataclasses.fields(Description)}
     if strays := set(plain) - set(fields):
-        raise Misfit(f"it registered with values that nobody asked for: {_several(strays)}")
+        raise Misfit(f"it registered with values that were not requested: {_several(strays)}")
     for name, each in fields.items():
         if name not in plain and each.default is dataclasses.MISSING:
             raise Misfit(f"it registered without {name}")
@@ -672,7 +677,7 @@ def read_registration(content: RecordDict, settings: FlowerSettings) -> Descript
 
 
 def _registration_checks(settings: FlowerSettings) -> dict[str, Callable[[Any], str | None]]:
-    """Return for each value of a registration the function that says what is valid instead, if it is not."""
+    """Return a check for each value of a registration, which returns what is valid, or ``None``."""
     return {
         "client": lambda value: _no_count(
             value, 0, settings.largest_client, " (flower.max_client)"
@@ -748,7 +753,7 @@ def _check_together(said: Description) -> None:
 
 
 def usual_first(newcomers: Iterable[Description]) -> list[Description]:
-    """Order newcomers by their numbers, those first whose data need the model that most of them need.
+    """Order new clients by number, but first those whose data need the most frequent model.
 
     The first client that is admitted decides which model all others must fit; a single one must not
     decide that.
@@ -774,7 +779,9 @@ def usual_first(newcomers: Iterable[Description]) -> list[Description]:
 
 
 def capped_shares(shares: Tensor, largest: float | None) -> Tensor:
-    """Bound weights that sum to one; what is above the bound goes to the others, in proportion to theirs.
+    """Bound weights that sum to one.
+
+    The excess above the bound is distributed to the other weights in proportion.
 
     Parameters
     ----------
@@ -803,7 +810,7 @@ def capped_shares(shares: Tensor, largest: float | None) -> Tensor:
         capped |= over
         rest = torch.where(capped, 0.0, shares)
         if not float(rest.sum()):
-            # Nobody else has any weight: the rest is divided equally.
+            # All others have weight 0: divide the rest equally.
             rest = (~capped).to(shares.dtype)
         free = 1 - largest * int(capped.sum())
         bounded = torch.where(capped, largest, rest * free / rest.sum())

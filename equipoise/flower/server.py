@@ -1,4 +1,4 @@
-"""The server's half of a run on Flower: the ordinary round loop, its checkpoints and its metrics."""
+"""The server side of a run on Flower: the ordinary round loop, its checkpoints and its metrics."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from equipoise.run.trainer import Progress
 log = logging.getLogger("flwr.equipoise")
 
 CLIENTS = "clients.json"
-# Clients refuse longer names of runs, with the random part.
+# Clients refuse longer names of runs. The limit includes the random part.
 _LONGEST_NAME = 150
 
 
 def server_app(experiment: str | Path, *, callbacks: Sequence[Callback] = ()) -> ServerApp:
-    """Make the ``ServerApp`` of an experiment.
+    """Create the ``ServerApp`` of an experiment.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def server_app(experiment: str | Path, *, callbacks: Sequence[Callback] = ()) ->
         The experiment's file. The run configuration may override values (``set``) and name the run
         directory (``out``). If the directory already contains this run, the run is resumed.
     callbacks : sequence of Callback
-        What follows the run on the server, besides the trackers of the experiment; see
+        Callbacks on the server, in addition to the trackers of the experiment; see
         :class:`equipoise.Callback`.
 
     Returns
@@ -84,14 +84,14 @@ def serve(
     out : path, optional
         The run directory.
     callbacks : sequence of Callback
-        What follows the run, besides the trackers of the experiment.
+        Callbacks, in addition to the trackers of the experiment.
     beside : Path, optional
-        Where ``flower.roster`` is, if its path is relative; by default the working directory.
+        The base of a relative path ``flower.roster``; by default the working directory.
 
     Returns
     -------
     Run
-        Finished. The clients' personal models are on their own disks.
+        The finished run. The clients' personal models are on their own disks.
     """
     if experiment.flower.privacy is not None and experiment.evaluation.average_kept:
         raise InputError(
@@ -151,21 +151,21 @@ def serve(
         personal=method.personal or evaluation.fine_tune is not None,
         best=evaluation.select == "best",
     ):
-        log.warning("these clients do not have the model they end up with: %s", reasons(untold))
+        log.warning("these clients did not receive their final model: %s", reasons(untold))
     return run
 
 
 class Identity:
-    """The name of a run, its registered clients and the nodes they belong to, stored in the run directory.
+    """The name of a run, its clients and their nodes, stored in the run directory.
 
     Parameters
     ----------
     directory : Path, optional
         The run directory.
     experiment : Experiment
-        What is trained.
+        The experiment.
     beside : Path
-        Where ``flower.roster`` is, if its path is relative.
+        The base of a relative path ``flower.roster``.
     """
 
     def __init__(self, directory: Path | None, experiment: Experiment, beside: Path) -> None:
@@ -190,7 +190,7 @@ class Identity:
         )
 
     def name(self) -> str:
-        """Return the name under which clients keep their memories of this run, and store it."""
+        """Return the name under which clients store their memories of this run, and save it."""
         # The directory is created after all checks, so it may not exist while clients register.
         if self._path and self._path.parent.exists() and len(self.roster.known) != self._saved:
             self.roster.save(self._path, run=self._name)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from equipoise.checks import UNLESS_DEFAULT, count, one_of, real
 from equipoise.errors import InputError
 
-# A model that one client has spoiled makes the losses of all others large, and they must not be
-# blamed for it. So the bound is far beyond the losses of a model that works; numbers up to it can
-# still be squared and added up.
+# If one client has spoiled the model, the losses of all others are large, but their answers must
+# still be accepted. The bound is therefore far above the losses of a working model. Numbers up to
+# it can still be squared and summed.
 LARGEST_REPORT = 1e24
 
 if TYPE_CHECKING:
@@ -25,15 +25,15 @@ class Privacy:
     Parameters
     ----------
     clip : float
-        Largest L2 norm of the difference between the parameters a client sends and those it
-        received.
+        Largest L2 norm of the difference between the parameters that a client sends and those that
+        it received.
     epsilon : float, optional
-        Privacy budget of one update: Gaussian noise is added on the client. Without it updates are
+        Privacy budget of one update: Gaussian noise is added on the client. By default updates are
         only clipped.
     delta : float
         Failure probability of the noise.
     sensitivity : float, optional
-        By how much one client can change what is sent; ``clip`` by default.
+        Largest change of the sent values due to one client; ``clip`` by default.
 
     Examples
     --------
@@ -57,7 +57,7 @@ class Privacy:
 
     @property
     def noise(self) -> float:
-        """Standard deviation of the noise on every number of an update."""
+        """Standard deviation of the noise on every component of an update."""
         if self.epsilon is None:
             return 0.0
         from math import log, sqrt
@@ -65,7 +65,7 @@ class Privacy:
         return (self.sensitivity or self.clip) * sqrt(2 * log(1.25 / self.delta)) / self.epsilon
 
     def check(self, local: LocalRule) -> None:
-        """Refuse a local rule that uploads more than the parameters: only these are clipped and noised.
+        """Refuse a local rule that uploads more than parameters, which alone are protected.
 
         Examples
         --------
@@ -81,22 +81,22 @@ class Privacy:
 
 @dataclass(frozen=True, kw_only=True)
 class FlowerSettings:
-    """How a run on Flower treats clients that are late or fail.
+    """Settings of a run on Flower, such as for clients that are late or fail.
 
     Parameters
     ----------
     clients : int
-        How many clients must have registered before round 1.
+        Number of clients that must have registered before round 1.
     wait : float
         Seconds to wait for them.
     min_clients : int
-        How many clients of a cohort must answer.
+        Number of clients of a cohort that must answer.
     timeout : float
         Seconds a client may take to answer.
     retries : int
-        How often those that did not answer are asked again before the run stops.
+        Number of times that clients without an answer are asked again before the run stops.
     privacy : Privacy, optional
-        Clipping and noise on the clients' side.
+        Clipping and noise on the client side.
     max_client : int, optional
         The largest client number that may register; by default 9,999, or ten times ``clients`` if
         that is more.
@@ -106,15 +106,15 @@ class FlowerSettings:
     max_loss : float
         The largest loss that a client may report, and the negative of the smallest one.
     max_answer : float
-        The most megabytes of uploads, or of the answer to a question. Updates of parameters have a
-        known size.
+        Maximum size of uploads, or of the answer to a question, in megabytes. The size of parameter
+        updates is known.
     identity : {"memory", "key"}
-        Who may come back under a client's number besides the node that registered it first: a node
-        with the same memory directory, or none but the one with the same key. Keys stay the same
-        where SuperNodes are started with one.
+        Which node may rejoin with a client's number besides the node that registered it first: one
+        with the same memory directory, or only one with the same key. Keys are permanent if
+        SuperNodes are started with one.
     roster : str, optional
         A file on the server that lists the clients that may join; see
-        :func:`equipoise.flower.identity.read_invited`. A relative path is one beside the
+        :func:`equipoise.flower.identity.read_invited`. A relative path is relative to the
         experiment's file.
 
     Examples

@@ -33,23 +33,22 @@ OwnData = Callable[[NodeConfig], Federation]
 
 @dataclass(frozen=True)
 class Silo:
-    """One client and everything it needs to answer.
+    """One client and everything that it needs to answer messages.
 
     Parameters
     ----------
     experiment : Experiment
-        What is trained.
+        The experiment.
     client : int
         The client's stable number.
     engine : StackedEngine
-        The engine that trains in this process, over a federation in which the client has its
-        number.
+        The engine that trains in this process, for a federation in which the client has its number.
     unseen : bool
         Whether the client is held out of training.
     root : Path
-        Where its memory is.
+        The directory of its memory.
     privacy : Privacy, optional
-        What happens to updates before they leave the client.
+        Clipping and noise that are applied to updates before they leave the client.
     """
 
     experiment: Experiment
@@ -66,7 +65,7 @@ class Silo:
 
     @property
     def trains(self) -> bool:
-        """Whether the client takes part in training, and is not held out."""
+        """Whether the client takes part in training and is not held out."""
         return not (self.unseen or self.engine.federation.unseen[self.client])
 
     def describe(self, run: str = "") -> Description:
@@ -75,12 +74,12 @@ class Silo:
         return Description.of(self.engine.federation, self.client, unseen=self.unseen, home=home)
 
     def memory(self, run: str) -> Versions:
-        """Find the client's memory of a run."""
+        """Return the client's memory of a run."""
         return Versions(self.root, run, self.client)
 
 
 def read_experiment(path: Path, run_config: Mapping[str, Any]) -> Experiment:
-    """Read the experiment of a Flower app, with the overrides in ``--run-config 'set="key=value; key=value"'``.
+    """Read the experiment of a Flower app, with overrides from ``--run-config 'set="key=value"'``.
 
     Examples
     --------
@@ -93,16 +92,16 @@ def read_experiment(path: Path, run_config: Mapping[str, Any]) -> Experiment:
     overrides = [text.strip() for text in str(run_config.get("set", "")).split(";")]
     if code := [text for text in overrides if text.partition("=")[0].strip() == "imports"]:
         raise InputError(
-            f"--run-config set: {code[0]!r}; a run cannot import other code than its app does"
+            f"--run-config set: {code[0]!r}; a run cannot import other code than its app"
         )
     return load_experiment(path, [text for text in overrides if text])
 
 
 def client_number(node: NodeConfig) -> int:
-    """Find a client's stable number in its node's configuration.
+    """Return a client's stable number from its node's configuration.
 
-    It is ``client``; else, in a simulation, ``partition-id``; else the number at the end of the
-    data directory's name.
+    It is ``client``; else ``partition-id``, in a simulation; else the number at the end of the data
+    directory's name.
 
     Examples
     --------
@@ -121,8 +120,8 @@ def client_number(node: NodeConfig) -> int:
     if named := re.search(r"(\d+)$", Path(str(node.get("data", ""))).name):
         return int(named[1])
     raise InputError(
-        f"the node's configuration {dict(node)!r} does not say which client this is; start the "
-        "SuperNode with --node-config 'client=3', or a data directory whose name ends in the number"
+        f"the node's configuration {dict(node)!r} has no client number; start the SuperNode with "
+        "--node-config 'client=3', or a data directory whose name ends in the number"
     )
 
 
@@ -136,11 +135,11 @@ def open_silo(
     experiment : Path
         The experiment's file.
     run_config, node : mapping
-        Flower's run and node configurations. A node may have ``client``, ``data`` (a directory of
-        its own), ``memory``, ``device``, ``unseen``, ``min-cell`` (a smallest cell above that of
+        Flower's run and node configurations. A node may have ``client``, ``data`` (its own
+        directory), ``memory``, ``device``, ``unseen``, ``min-cell`` (a smallest cell above that of
         the experiment) and ``limits`` (a file).
     own : callable, optional
-        Makes the client's own federation, of one client, from the node's configuration.
+        Returns the client's own federation, of one client, for the node's configuration.
 
     Returns
     -------
@@ -150,19 +149,19 @@ def open_silo(
     Raises
     ------
     Refusal
-        If the experiment goes beyond the limits of the silo, or the run weakens the protection of
+        If the experiment exceeds the limits of the silo, or the run weakens the protection of
         updates.
     """
     client = client_number(node)
-    # A process that answers many messages reads the file, the data and the model once, unless the
-    # file changes.
+    # A process that answers many messages reads the file, the data and the model only once, unless
+    # the file changes.
     settings = str(run_config.get("set", ""))
     if "device" in node:
         settings += f"; machine.device={node['device']}"
     asked = Asked(experiment, experiment.stat().st_mtime_ns, settings)
     least = count(node.get("min-cell", 1), "min-cell in the node's configuration")
     if least > _experiment(asked).evaluation.min_cell:
-        # A client may withhold more than the experiment asks for, and never less.
+        # A client may withhold more than the experiment requires, but not less.
         asked = asked._replace(settings=f"{settings}; evaluation.min_cell={least}")
     if own is not None or "data" in node:
         engine = _own_engine(asked, client, own, tuple(sorted(node.items())))
@@ -181,7 +180,7 @@ def open_silo(
 
 
 class Asked(NamedTuple):
-    """What identifies an experiment: its file, the time of its last change, and its overrides."""
+    """The identity of an experiment: its file, the time of its last change, and its overrides."""
 
     path: Path
     written: int
@@ -195,7 +194,7 @@ def _experiment(asked: Asked) -> Experiment:
 
 @lru_cache(maxsize=8)
 def _written_privacy(path: Path, written: int) -> Privacy | None:
-    """Read the protection of updates that the experiment's file asks for, without overrides."""
+    """Return the protection of updates in the experiment's file, without overrides."""
     return settings_from(
         FlowerSettings, read_yaml(path).get("flower") or {}, "flower", str(path)
     ).privacy
@@ -203,7 +202,7 @@ def _written_privacy(path: Path, written: int) -> Privacy | None:
 
 @lru_cache(maxsize=1)
 def _shared_engine(asked: Asked) -> StackedEngine:
-    """Make an engine over the experiment's own source: clients simulated in one process share its tensors."""
+    """Create an engine for the experiment's source, shared by clients simulated in one process."""
     return engine_over(_experiment(asked), _experiment(asked).federation())
 
 
@@ -211,7 +210,7 @@ def _shared_engine(asked: Asked) -> StackedEngine:
 def _own_engine(
     asked: Asked, client: int, own: OwnData | None, node: tuple[tuple[str, Any], ...]
 ) -> StackedEngine:
-    """Make an engine for the data of this client alone."""
+    """Create an engine for the data of this client only."""
     experiment, config = _experiment(asked), dict(node)
     federation = (
         own(config) if own else silo_federation(Path(config["data"]), **_silo_options(experiment))
@@ -224,7 +223,7 @@ def _own_engine(
 
 
 def holds_samples(experiment: Experiment) -> bool:
-    """Say whether the server reads samples of its own: those published for testing, or some for validation.
+    """Return whether the server has its own samples, for testing or validation.
 
     Examples
     --------
@@ -236,7 +235,7 @@ def holds_samples(experiment: Experiment) -> bool:
 
 
 def engine_over(experiment: Experiment, federation: Federation) -> StackedEngine:
-    """Make the engine of an experiment over a federation, for clients one at a time."""
+    """Create the engine of an experiment for a federation, with one client at a time."""
     machine = dataclasses.replace(experiment.machine.carrying_out(experiment.method), chunk=1)
     named = models.with_class_names(experiment.model, federation.class_names)
     module = models.build(
@@ -245,7 +244,7 @@ def engine_over(experiment: Experiment, federation: Federation) -> StackedEngine
     extended = experiment.method.extend(module, federation.shape, experiment.seed)
     engine = StackedEngine(federation, extended, experiment.training, machine, experiment.seed)
     wanted = several_from(experiment.evaluation.metrics, "evaluation.metrics")
-    # Only clients try the model out, and so know all that the task measures.
+    # Only clients call the model, and thus know all metrics of the task.
     check_metrics(wanted, engine.network.task, engine.network.measures)
     engine.metrics = computed(wanted, engine.network.task)
     engine.counting = counting_of(
@@ -262,29 +261,28 @@ def engine_over(experiment: Experiment, federation: Federation) -> StackedEngine
 def _silo_options(experiment: Experiment) -> dict[str, Any]:
     if experiment.data["name"] != "silos":
         raise InputError(
-            f"the node names a data directory of its own, but the experiment's data are "
-            f"{experiment.data['name']!r}; write data: silos"
+            f"the node has its own data directory, but the experiment's data are "
+            f"{experiment.data['name']!r}; valid: data: silos"
         )
     if experiment.data["test"] == "group":
         raise InputError(
-            "data.test: group needs the test samples of other clients, which a client with data of "
-            "its own cannot read; valid: a copy of the group's test samples in the file test.npz "
-            "of every client's directory"
+            "data.test: group needs the test samples of other clients, which a client with its own "
+            "data directory cannot read; valid: a copy of the group's test samples in the file "
+            "test.npz of every client's directory"
         )
     if experiment.data["leave_out"] is not None:
         raise InputError(
-            f"data.leave_out={experiment.data['leave_out']!r} is not applied to data that nodes "
-            "have in directories of their own; leave it out and set unseen=true for the nodes "
-            "that must not train"
+            f"data.leave_out={experiment.data['leave_out']!r} is not applied to data in the nodes' "
+            "own directories; remove it and set unseen=true for the nodes that must not train"
         )
     return {name: experiment.data[name] for name in ("splits", "classes", "task", "seed")}
 
 
 def placed(federation: Federation, client: int) -> Federation:
-    """Return a federation of one client its stable number; the clients before it are empty.
+    """Return a federation in which a client has its stable number. Clients before it are empty.
 
-    Random numbers depend on a client's number, so with it the client trains as in a federation of
-    all clients.
+    Random numbers depend on a client's number, so the client trains as in the federation of all
+    clients.
 
     Examples
     --------
@@ -294,7 +292,7 @@ def placed(federation: Federation, client: int) -> Federation:
     """
     if federation.clients != 1:
         raise InputError(
-            f"a node's own data must hold one client, its own; federation {federation.name!r} has "
+            f"a node's own data must have exactly one client; federation {federation.name!r} has "
             f"{federation.clients}"
         )
 

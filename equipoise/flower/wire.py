@@ -1,4 +1,4 @@
-"""Trees and plain values as Flower's records, and back, bit for bit."""
+"""Conversion of trees and plain values to Flower's records and back, bit for bit."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _AS_WHOLE_NUMBERS = {
 }
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in _AS_WHOLE_NUMBERS}
 NUMPY = "numpy.ndarray"
-"""How arrays are written; the name is Flower's."""
+"""The format of arrays, as Flower calls it."""
 
-# Records for evaluation in messages of training: what the server asks for, and metrics of local
+# Records for evaluation in training messages: the request of the server, and the metrics of local
 # models by split.
 EVALUATION, LOCAL = "evaluation", "local"
 
@@ -66,7 +66,7 @@ def _to_array(tensor: Tensor) -> Array:
     values = tensor.view(_AS_WHOLE_NUMBERS.get(tensor.dtype, tensor.dtype)).numpy()
     head = BytesIO()
     npy.write_array_header_1_0(head, npy.header_data_from_array_1_0(values))
-    # The format that Flower's mods read, made with a single copy of the values.
+    # The format that Flower's mods read, written with a single copy of the values.
     data = b"".join([head.getvalue(), values.reshape(-1).view(np.uint8).data])
     return Array(name, tuple(values.shape), NUMPY, data)
 
@@ -84,7 +84,7 @@ def _to_tensor(array: Array) -> Tensor:
 
 
 def plain_type(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return the type of NumPy in which tensors of a type are sent.
+    """Return the NumPy type in which tensors of a type are sent.
 
     Examples
     --------
@@ -111,7 +111,7 @@ def pack(value: Any) -> tuple[str, Tree]:
     Parameters
     ----------
     value : object
-        Made of tensors, numbers, text, booleans and ``None``.
+        A nested value of tensors, numbers, text, booleans and ``None``.
 
     Returns
     -------
@@ -157,7 +157,7 @@ def unpack(text: str, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def bytes_of(content: RecordDict) -> int:
-    """Count the bytes of a message's content: its arrays as they are written, and its numbers and settings.
+    """Return the bytes of a message's content: its arrays as written, its numbers and settings.
 
     Examples
     --------
@@ -182,7 +182,9 @@ def _bytes_of_value(value: Any) -> int:
 
 
 def tensor_bytes_of(content: RecordDict) -> int:
-    """Count the bytes of the numbers in a message, without names and headers: what the in-process engine counts.
+    """Return the bytes of the numbers in a message, without names and headers.
+
+    The in-process engine counts the same bytes.
 
     Examples
     --------
@@ -199,11 +201,12 @@ def _itemsize(dtype: str) -> int:
 
 
 def without_evaluation(content: RecordDict) -> RecordDict:
-    """Leave out what a message holds for evaluation only, which is not counted among a method's bytes.
+    """Return a message without its records for evaluation, which do not count as a method's bytes.
 
     Examples
     --------
-    >>> reply = RecordDict({"update": to_record({"w": torch.zeros(9)}), "local.val": MetricRecord({"loss": 0.5})})
+    >>> update, metrics = to_record({"w": torch.zeros(9)}), MetricRecord({"loss": 0.5})
+    >>> reply = RecordDict({"update": update, "local.val": metrics})
     >>> list(without_evaluation(reply))
     ['update']
     """

@@ -1,7 +1,7 @@
 """The methods by name: one file for each paper in this directory.
 
-A file registers its parts with :func:`register`. ``build`` makes a method by name, with other parts
-on request.
+A file registers its parts with :func:`register`. ``build`` creates a method by name, optionally
+with other parts.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SLOTS: dict[str, type[Part]] = {
     "guard": Guard,
 }
 WEIGHTS = ("size", "uniform")
-# What each slot is called among a method's options, where that is not its own name.
+# The option that sets a slot, if its name differs from that of the slot.
 _OPTION = {"sampler": "sampling"}
 # The method that a part of this kind must define.
 _NEEDED = {Sampler: "select", Aggregation: "combine", Guard: "screen"}
-# Plain types of hyper-parameters: what fits them, and the words for it.
+# Plain types of hyper-parameters: the accepted class, and its name in messages.
 _PLAIN: dict[Any, tuple[type, str]] = {
     float: (Real, "a number"),
     int: (Integral, "a whole number"),
@@ -40,7 +40,7 @@ _PLAIN: dict[Any, tuple[type, str]] = {
     NoneType: (NoneType, "None"),
 }
 
-# Parts that may take the place of a method's own; the sampler is named by ``sampling``.
+# Parts that can replace a method's own. The sampler is set by ``sampling``.
 _EXCHANGED = ("local", "aggregation", "view")
 
 _PARTS: dict[str, type[Part]] = {}
@@ -51,19 +51,18 @@ P = TypeVar("P", bound=type[Part])
 def register(
     name: str, *, paper: str = "", sees: Sees = Sees.NOTHING, method: bool = True
 ) -> Callable[[P], P]:
-    """Make a part known by name: a dataclass, decorated with ``@register`` above ``@dataclass(frozen=True)``.
+    """Register a part under a name. Use it as a decorator above ``@dataclass(frozen=True)``.
 
     Parameters
     ----------
     name : str
         Lower case, without punctuation.
     paper : str
-        Where it was published.
+        The reference of its paper.
     sees : Sees
-        What it lets the server see.
+        What the server sees when the part is used.
     method : bool
-        Whether the name stands for a whole method, with the usual parts around it, or for a part
-        only.
+        Whether the name denotes a whole method, completed with default parts, or only a part.
 
     Returns
     -------
@@ -74,7 +73,7 @@ def register(
     def known(part: P) -> P:
         _refuse_incomplete(part, name)
         if not part.__module__.startswith(f"{__name__}."):
-            # User code: it must not take the name of a method that has not been imported yet.
+            # User code must not use the name of a method that has not been imported yet.
             _discover()
         before = _PARTS.get(name, part)
         if (before.__module__, before.__qualname__) != (part.__module__, part.__qualname__):
@@ -96,7 +95,7 @@ def _refuse_incomplete(part: type[Any], name: str) -> None:
     if not (isinstance(part, type) and issubclass(part, tuple(SLOTS.values()))):
         kinds = ", ".join(kind.__name__ for kind in SLOTS.values())
         raise InputError(
-            f"{part.__qualname__}, registered as {name!r}, is no part; it must be one of {kinds}"
+            f"{part.__qualname__}, registered as {name!r}, is not a part; it must be one of {kinds}"
         )
     if not dataclasses.is_dataclass(part):
         raise InputError(
@@ -108,13 +107,13 @@ def _refuse_incomplete(part: type[Any], name: str) -> None:
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise InputError(
                 f"{part.__qualname__}, registered as {name!r}, has no default for {field.name}; "
-                "give it one, so that a name alone makes a part"
+                "add one, so that the part can be created by its name alone"
             )
     for server in (Sampler, Aggregation):
         if issubclass(part, server) and part.begin is not server.begin and not part.needs_everyone:
             raise InputError(
                 f"{part.__qualname__}, registered as {name!r}, has a method 'begin', which is "
-                "called only for parts that say needs_everyone = True"
+                "called only for parts with needs_everyone = True"
             )
     for kind, needed in _NEEDED.items():
         if issubclass(part, kind) and getattr(part, needed) is getattr(kind, needed):
@@ -161,7 +160,7 @@ def part_class(name: str) -> type[Part]:
 
 
 def slots_of(part: type[Part]) -> list[str]:
-    """Say which of a method's questions a part answers.
+    """Return the slots of a method that a part can fill.
 
     Examples
     --------
@@ -172,7 +171,7 @@ def slots_of(part: type[Part]) -> list[str]:
 
 
 def fitting(slot: str) -> list[str]:
-    """List the names of the parts that can answer one of a method's questions; a wrapper answers all of them at once.
+    """List the names of the parts that can fill a slot of a method.
 
     Examples
     --------
@@ -187,7 +186,7 @@ def fitting(slot: str) -> list[str]:
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """List a part's hyper-parameters with their default values.
+    """Return a part's hyper-parameters with their default values.
 
     Examples
     --------
@@ -211,7 +210,7 @@ def build(
     guard: Any = None,
     **options: Any,
 ) -> Method:
-    """Make a method by name.
+    """Create a method by name.
 
     Parameters
     ----------
@@ -224,18 +223,18 @@ def build(
         The sampler: ``uniform`` (the default), ``size``, or another registered one with its
         options.
     guard : str, mapping or Guard, optional
-        What happens to updates before they are combined: ``norm``, ``krum``, ``multikrum``, or
-        another registered guard with its options.
+        Processes updates before they are combined: ``norm``, ``krum``, ``multikrum``, or another
+        registered guard with its options.
     **options
-        The method's own hyper-parameters, or other parts to put in place of its own: ``local=``,
-        ``aggregation=``, ``view=``, each a name, a mapping with ``name`` and hyper-parameters, or a
-        part. A hyper-parameter that is a method itself is a name, a mapping or a method. Of a
+        The method's hyper-parameters, or parts that replace its own: ``local=``, ``aggregation=``,
+        ``view=``, each a name, a mapping with ``name`` and hyper-parameters, or a part. A
+        hyper-parameter that is itself a method is given as a name, a mapping or a method. For a
         method that wraps a host, weights and parts are those of the host.
 
     Returns
     -------
     Method
-        Checked: a combination in which something is missing is refused.
+        The method. Combinations that lack a required part are refused.
 
     Examples
     --------
@@ -261,7 +260,7 @@ def build(
     if options and main not in made.values():
         raise InputError(
             f"method {name!r}: {', '.join(options)} belong to its own "
-            f"{' and '.join(slots_of(type(main)))}, which was exchanged; leave them out or name "
+            f"{' and '.join(slots_of(type(main)))}, which was replaced; leave them out or name "
             "the other method"
         )
     usual = getattr(made["local"], "usual_weights", made["aggregation"].usual_weights)
@@ -269,7 +268,7 @@ def build(
 
 
 def _wrap(name: str, options: dict[str, Any], around: dict[str, Any]) -> Method:
-    """Make a method that wraps a host; weights and parts that are given beside the host are the host's."""
+    """Create a method that wraps a host. Weights and parts given beside the host are the host's."""
     around |= {slot: options.pop(slot) for slot in _EXCHANGED if slot in options}
     if around:
         host = _made_from(options.get("host", options_of(name)["host"]), Method, "method.host")
@@ -280,7 +279,7 @@ def _wrap(name: str, options: dict[str, Any], around: dict[str, Any]) -> Method:
 
 
 def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = ()) -> Any:
-    """Make a part from a name, a mapping or itself, and see that it fits its slot.
+    """Return a part from a name, a mapping or a part, and check that it fits its slot.
 
     Examples
     --------
@@ -324,12 +323,15 @@ def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = (
             f"host: ...}}"
         )
     if slot and not isinstance(part, SLOTS[slot]):
-        raise InputError(f"{where}: {part.name!r} is no {slot}; valid: {', '.join(fitting(slot))}")
+        valid_parts = ", ".join(fitting(slot))
+        raise InputError(f"{where}: {part.name!r} is not a {slot}; valid: {valid_parts}")
     return part
 
 
 def nested_in(kind: type[Part]) -> dict[str, type[Method] | str]:
-    """Say which options of a part are methods, and which are parts: ``Method``, or the slot that the part must fit.
+    """Return the options of a part that are methods or parts.
+
+    The values are ``Method``, or the slot that the part must fit.
 
     Examples
     --------
@@ -353,7 +355,7 @@ def nested_in(kind: type[Part]) -> dict[str, type[Method] | str]:
 
 
 def _made_from(value: Any, wanted: type[Method] | str, where: str) -> Any:
-    """Make the method or the part that is an option of another part."""
+    """Create the method or part that is an option of another part."""
     if value is None or isinstance(value, (Method, Part)):
         return value
     if not isinstance(value, (str, Mapping)):
@@ -384,12 +386,12 @@ def _with_key(message: str, part: str, where: str) -> str:
 
 
 def _hashable(value: Any) -> Any:
-    """Turn lists, which YAML has for tuples, into tuples: parts are keys of what is recorded on a GPU."""
+    """Turn lists from YAML into tuples: parts must be hashable, because they are keys of caches."""
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 def _check_types(kind: type[Part], options: Mapping[str, Any], where: str) -> None:
-    """Refuse values that are not of the type their field of the dataclass is annotated with."""
+    """Refuse values that do not match the type annotation of their field."""
     try:
         wanted = get_type_hints(kind)
     except NameError:
@@ -403,7 +405,10 @@ def _check_types(kind: type[Part], options: Mapping[str, Any], where: str) -> No
 
 
 def _fits(value: Any, wanted: Any) -> bool:
-    """Say whether a value is of a type made of numbers, true or false, text, None and tuples; any value is of another."""
+    """Return whether a value matches a type of numbers, bool, str, None and tuples.
+
+    Other types are not checked.
+    """
     inner = get_args(wanted)
     if get_origin(wanted) in (Union, UnionType):
         return any(_fits(value, option) for option in inner)
@@ -416,7 +421,7 @@ def _fits(value: Any, wanted: Any) -> bool:
         return len(value) == len(each) and all(map(_fits, value, each))
     if wanted not in _PLAIN:
         return True
-    # Python takes true and false for the numbers 1 and 0.
+    # bool is a subclass of int in Python.
     return isinstance(value, _PLAIN[wanted][0]) and (wanted is bool or not isinstance(value, bool))
 
 
@@ -434,7 +439,7 @@ def _words(wanted: Any) -> str:
 
 
 def describe(method: Method) -> dict[str, Any]:
-    """Write a method as the plain values from which :func:`build` makes it again.
+    """Return a method as plain values, from which :func:`build` can create it again.
 
     Examples
     --------
@@ -458,7 +463,7 @@ def describe(method: Method) -> dict[str, Any]:
 
 
 def describe_part(part: Part) -> dict[str, Any]:
-    """Write a part as the plain values from which :func:`make_part` makes it again.
+    """Return a part as plain values, from which :func:`make_part` can create it again.
 
     Examples
     --------
@@ -473,7 +478,7 @@ def describe_part(part: Part) -> dict[str, Any]:
 
 
 def describe_option(value: Any) -> Any:
-    """Write the value of a hyper-parameter, which may be a method or a part, as plain values.
+    """Return the value of a hyper-parameter, which may be a method or a part, as plain values.
 
     Examples
     --------

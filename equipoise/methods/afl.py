@@ -1,4 +1,4 @@
-"""AFL (Mohri et al., 2019): a model for the worst mixture of clients, and the mixture found along with it."""
+"""AFL (Mohri et al., 2019): minimise the loss of the worst mixture of clients."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from equipoise.tree import Tree, tree_map
 @register("afl", paper="Mohri et al., ICML 2019", sees=Sees.SCALARS)
 @dataclass(frozen=True)
 class Afl(Aggregation):
-    """Solve min_w max_λ Σ λ_k F_k(w): w ← Σ λ_k w_k, and λ ← Π(λ + γ_λ F(w)), with Π onto the simplex of all clients.
+    """Solve min_w max_λ Σ λ_k F_k(w) with w ← Σ λ_k w_k and λ ← Π(λ + γ_λ F(w)).
 
-    F is taken at the received w, so w and λ are updated simultaneously. λ begins at the clients'
-    prior, their shares of all samples; in the authors' experiments it begins uniform, as with
-    ``weights: uniform``. From then on λ alone weights clients, and their numbers of samples do not
-    matter. When only some take part, their λ is scaled to sum to one, and their losses are raised
-    by K/|S|, which keeps the ascent unbiased for uniform sampling; if all of their λ is zero the
-    model stays.
+    Π is the projection onto the simplex of all clients. F is taken at the received w, so w and λ
+    are updated simultaneously. λ starts at the clients' prior, their shares of all samples. In the
+    authors' experiments it starts uniform, as with ``weights: uniform``. After that only λ weights
+    the clients, and their numbers of samples do not matter. If only some clients take part, their λ
+    is scaled to sum to one, and their losses are multiplied by K/|S|, which keeps the ascent
+    unbiased for uniform sampling. If all of their λ is zero, the model does not change.
 
     Parameters
     ----------
     ascent : float
         γ_λ, at least 0; 0 leaves λ at the prior.
     average : bool
-        Whether the model handed out is the mean of w over all rounds, as in the paper, or the last
+        Whether the resulting model is the mean of w over all rounds, as in the paper, or the last
         w.
     """
 
@@ -42,12 +42,12 @@ class Afl(Aggregation):
     needs_everyone = True
 
     def __post_init__(self) -> None:
-        """Refuse a step that would favour the best client."""
+        """Refuse a negative step, which would favour the best client."""
         if not 0 <= self.ascent < float("inf"):
             raise InputError(f"afl.ascent must be at least 0 and finite, got {self.ascent!r}")
 
     def begin(self, state: State, everyone: Cohort) -> State:
-        """Begin with the clients' prior."""
+        """Start with the clients' prior."""
         clients = {"ids": torch.from_numpy(everyone.ids), "weight": everyone.prior}
         return state.with_server(clients=clients, mean=tree_map(torch.zeros_like, state.model))
 
@@ -74,5 +74,5 @@ class Afl(Aggregation):
 
 
 def _next_mean(old: Tensor, now: Tensor, count: int) -> Tensor:
-    """Return the mean of ``count`` tensors from the last one and the mean of those before; a mask's −∞ stays what it is."""
+    """Update a running mean with the last of ``count`` tensors; the −∞ of a mask is kept."""
     return torch.where(now == old, old, old + (now - old) / count)

@@ -1,4 +1,4 @@
-"""BGP, the clients of FFT-GP (FITEE 2024): personal steps, and steps that stay aligned with the received model."""
+"""BGP, local training of FFT-GP (FITEE 2024): task steps alternate with alignment steps."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from equipoise.methods.perfedavg import MetaGradient
 @register("bgp", paper="FFT-GP, FITEE 2024")
 @dataclass(frozen=True)
 class BalancedTraining(LocalRule):
-    """Take turns between a step on the task and a step that also aligns the local with the received model.
+    """Alternate steps on the task loss with steps that also align features with the received model.
 
-    With w the client's model, η the learning rate and two batches, each its own, a pair of steps is
+    With w the client's model, η the learning rate and two different batches, a pair of steps is
     (algorithm 2)
 
     - w′ = w − η ∇L_task(w), on the first batch (eq. 12),
     - w ← w′ − η ∇L_meta(w′), on the second, with L_meta = L_task + λ L_align (eq. 13).
 
-    L_align is the CORAL distance, on the second batch, between what the received model and the
-    local one make of it: their features, or what the model says
-    (:meth:`equipoise.models.base.Model.aligned`). No second derivatives are taken. Both steps are
-    steps of the optimizer of the training settings, which keeps one state for both (momentum,
-    Adam's moments). So without alignment BGP is plain training on twice as many batches: an epoch
-    is b pairs of batches, 2b steps, where other rules make b.
+    L_align is the CORAL distance, on the second batch, between the features of the received model
+    and of the local one, or other outputs that the model defines
+    (:meth:`equipoise.models.base.Model.aligned`). No second derivatives are taken. Both steps use
+    the optimizer of the training settings, which keeps one state for both (momentum, Adam's
+    moments). Without alignment, BGP is therefore plain training on twice as many batches: an epoch
+    has b pairs of batches and 2b steps, where other rules have b.
 
-    The paper does not say in which mode the received model is: here as in evaluation, with its own
-    BatchNorm statistics and without dropout.
+    The paper does not specify the mode of the received model. Here it is evaluation mode: with its
+    own BatchNorm statistics and without dropout.
 
     With ``restore`` a pair of steps is one step, as in the authors' code of GRACE: each batch is
-    cut into halves, the gradient of L_meta is taken at w′ on the second half, and the optimizer
-    applies it to w. The step to w′ is a plain gradient step with the current learning rate. Then an
-    epoch has b steps. BatchNorm statistics follow the first half.
+    divided into halves, the gradient of L_meta is taken at w′ on the second half, and the optimizer
+    applies it to w. The step to w′ is a plain gradient step with the current learning rate. An
+    epoch then has b steps. BatchNorm statistics are updated on the first half.
 
-    The ablations of tables 13 and 14: "only DA" is ``meta: false``, all steps on L_meta and an
-    epoch of b steps; "only ML" is ``align: 0`` with ``restore``, which is first-order Per-FedAvg on
-    the halves of batches with α = η. (The paper's rows of "only ML" equal those of Per-FedAvg.)
+    The ablations of tables 13 and 14: "only DA" is ``meta: false``, with all steps on L_meta and b
+    steps per epoch; "only ML" is ``align: 0`` with ``restore``, which is first-order Per-FedAvg on
+    the halves of batches with α = η. (The paper's rows for "only ML" equal those for Per-FedAvg.)
 
     Parameters
     ----------
     align : float
         λ, at least 0; 1 in the paper.
     alignment : {"domainbed", "deepcoral"}
-        The form of L_align; see :func:`equipoise.masked.coral`. The paper cites Sun and Saenko's
-        ("deepcoral") for what was best in DomainBed, whose own form compares means, too.
+        The form of L_align; see :func:`equipoise.masked.coral`. The paper cites Sun and Saenko
+        ("deepcoral") for the best method of DomainBed, whose own form also compares means.
     restore : bool
-        Whether the second step is made from w and not from w′.
+        Whether the second step starts from w instead of w′.
     meta : bool
         Whether there are two kinds of steps, or only those on L_meta.
     """
@@ -65,17 +65,16 @@ class BalancedTraining(LocalRule):
     meta: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot be carried out."""
+        """Check the hyper-parameters."""
         real(self.align, f"{self.name}.align", least=0)
         one_of(self.alignment, CORAL_FORMS, f"{self.name}.alignment")
         if self.restore and not self.meta:
             raise InputError(
-                f"{self.name}.restore is about pairs of steps, and {self.name}.meta=False makes "
-                "none"
+                f"{self.name}.restore needs pairs of steps, but {self.name}.meta=False has none"
             )
 
     def phases(self) -> Sequence[Phase]:
-        """One phase with two losses that take turns."""
+        """Return one phase with two alternating losses."""
         if not self.meta:
             return (Phase(loss=self.meta_loss),)
         losses = (task_loss, self.meta_loss)

@@ -1,4 +1,4 @@
-"""Client2Vec (Guo et al., 2024): an index of each client's data, used around any other method."""
+"""Client2Vec (Guo et al., 2024): use an index of each client's data around any other method."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from equipoise.tree import PERSONAL, Tree, in_parts
 from equipoise.wrapping import WithPrior, Wrapper
 
 USES = ("sampling", "aggregation", "training")
-# What the server keeps of every client: index, size, when it was drawn last, and the sum of eq. 3.
+# What the server stores for every client: index, size, last round drawn, and the sum of eq. 3.
 _KEPT = "client2vec"
 _PROJECTION, _CLASSIFIER = "projection", "projection_head"
 
@@ -50,62 +50,62 @@ class Client2Vec(Wrapper):
     **Sampling**: a client is drawn with probability proportional to exp(S(β_i, C)/τ), where C are
     the clients of the round before and S is :func:`~equipoise.client_index.similarity_to` (eq. 1).
     Clients drawn in the last M/(2|C|) rounds are left out, with M the number of all clients. Round
-    1 is uniform. This takes the place of the host's sampler.
+    1 is uniform. This replaces the host's sampler.
 
     **Aggregation**: the host's prior q becomes q_i exp(A_i/λ), scaled to sum to one, with A_i = Σ_r
     γ^(t−r) S(β_i, C_r) over all rounds up to the present one (eq. 3).
 
-    **Training**: wherever features move, ``weight`` times L_orth + L_dist is added to the loss (eq.
-    4). z_P = P z is a learned projection of the features. L_orth is the mean of |⟨z_P, β_f,j⟩| over
-    all clients j, and L_dist = KL(h(z) ‖ h_P(z_P)) compares the predictions of the head h and of a
-    second one on the projection.
+    **Training**: in phases that train features, ``weight`` times L_orth + L_dist is added to the
+    loss (eq. 4). z_P = P z is a learned projection of the features. L_orth is the mean of
+    |⟨z_P, β_f,j⟩| over all clients j, and L_dist = KL(h(z) ‖ h_P(z_P)) compares the predictions of
+    the head h with those of a second head on the projection.
 
     The index is read from a file (:class:`~equipoise.client_index.ClientIndex`). Without one, the
     server asks all clients before round 1 for the mean of z under the initial model and for their
     label frequencies.
 
-    Choices, where the paper leaves them open: if fewer clients remain than are drawn, the ban gets
-    shorter round by round. P and h_P are trained, sent and averaged like the rest of the model.
-    L_orth is a mean and not a sum. Gradients flow to both sides of L_dist. A client that joins has
-    A_i = 0.
+    Choices that the paper leaves open: if fewer clients remain than are to be drawn, the ban is
+    shortened round by round. P and h_P are trained, sent and averaged like the rest of the model.
+    L_orth is a mean and not a sum. Gradients flow through both sides of L_dist. A client that joins
+    later has A_i = 0.
 
     Parameters
     ----------
     host : Method
-        The method inside. ``local`` and ``central`` have nothing to wrap.
+        The wrapped method. ``local`` and ``central`` cannot be wrapped.
     uses : tuple of {"sampling", "aggregation", "training"}
         What the index is used for.
     index : str, optional
         The file of the index. Only the server reads it.
     width : int, optional
-        How many numbers β_f has. By default it is read from the file, so clients on other machines
-        need it.
+        The length of β_f. By default it is read from the file, so it must be set for clients on
+        other machines.
     digest : str, optional
-        The hash of the index in the file. It is filled in, so that a run is not resumed with
-        another index.
+        The hash of the index in the file. It is filled in automatically, so that a run cannot be
+        resumed with another index.
     compare : {"both", "features", "labels"}
         Which part of the index S compares.
     tau : float
         τ, the temperature of sampling, above 0.
     gamma : float
-        γ in [0, 1], how much earlier rounds count in aggregation.
+        γ in [0, 1], the discount of earlier rounds in aggregation.
     lam : float
         λ, the temperature of aggregation, above 0.
     clip : float, optional
-        C, the length to which β_f and β_l are clipped before clients send them. Only for an index
+        C, the norm to which β_f and β_l are clipped before clients send them. Only for an index
         that is not read from a file.
     noise : float
         The standard deviation of Gaussian noise on both, as a multiple of C. The notes of a round
-        give the ε that was spent on the index (``index_epsilon``); see
-        :func:`equipoise.privacy.gaussian_epsilon`. What the host sends is not protected by it.
+        contain the ε spent on the index (``index_epsilon``); see
+        :func:`equipoise.privacy.gaussian_epsilon`. It does not protect what the host sends.
     privacy_delta : float
         The δ that belongs to this ε.
     weight : float
-        Of L_orth and L_dist, at least 0.
+        The weight of L_orth and L_dist, at least 0.
     orthogonal : bool
-        Whether there is L_orth, or L_dist alone.
+        Whether to use L_orth, or L_dist only.
     unit_length : bool
-        Whether β_f is scaled to length 1 in L_orth, as in S, or used as it is (eq. 4). With long
+        Whether β_f is scaled to length 1 in L_orth, as in S, or used unchanged (eq. 4). With long
         vectors L_orth is much larger than the other losses, and models can collapse.
     """
 
@@ -126,7 +126,7 @@ class Client2Vec(Wrapper):
     privacy_delta: float = 1e-5
 
     def __post_init__(self) -> None:
-        """Refuse values that are not defined, and hosts that cannot use the index."""
+        """Check the hyper-parameters and the host."""
         for use in self.uses:
             if use not in USES:
                 raise unknown("use", use, USES, where="client2vec.uses")
@@ -146,8 +146,8 @@ class Client2Vec(Wrapper):
         check_release("client2vec", self.clip, self.noise, self.privacy_delta)
         if self.clip is not None and self.index is not None:
             raise InputError(
-                "client2vec.clip is for an index that clients are asked for, but client2vec.index "
-                "names a file; valid: an index made with clip and noise of the local rule dsaign"
+                "client2vec.clip is for an index that clients send, but client2vec.index is a "
+                "file; valid: an index made with clip and noise of the local rule dsaign"
             )
         self._refuse_host()
         self._read_about_index()
@@ -156,7 +156,7 @@ class Client2Vec(Wrapper):
         host = self.host
         reason = None
         if isinstance(host.local, Client2Vec):
-            reason = "it has an index of its own"
+            reason = "it already has an index"
         elif host.sees is Sees.DATA:
             reason = "it pools the data of all clients"
         elif host.view.gathers:
@@ -170,17 +170,16 @@ class Client2Vec(Wrapper):
         if "aggregation" in self.uses and (reason := host.aggregation.ignores_prior):
             others = [use for use in USES if use != "aggregation"]
             raise InputError(
-                f"client2vec.uses: aggregation changes the weights that {host.name!r} begins with, "
-                f"which do not matter there: {reason}; valid: {', '.join(others)}"
+                f"client2vec.uses: aggregation changes the prior weights of clients, which "
+                f"{host.name!r} does not use: {reason}; valid: {', '.join(others)}"
             )
 
     def _read_about_index(self) -> None:
-        """Note width and hash of the index, where its file can be read."""
+        """Set width and hash of the index, if its file can be read."""
         if self.index is None:
             if self.width is not None or self.digest is not None:
                 raise InputError(
-                    "client2vec.width and client2vec.digest belong to client2vec.index, which is "
-                    "missing"
+                    "client2vec.width and client2vec.digest need client2vec.index, which is not set"
                 )
             return
         if not Path(self.index).exists():
@@ -204,7 +203,7 @@ class Client2Vec(Wrapper):
 
     @property
     def needs_everyone(self) -> bool:  # type: ignore[override]
-        """All clients have an index before round 1."""
+        """Return True: all clients need an index before round 1."""
         return True
 
     def begin(self, state: State, everyone: Cohort) -> State:
@@ -222,9 +221,9 @@ class Client2Vec(Wrapper):
     def _of_clients(
         self, state: State, everyone: Cohort, known: Sequence[int] | NDArray[np.int64] = ()
     ) -> Tree:
-        """Return what the server keeps of clients that have never taken part.
+        """Return what the server stores for clients that have never taken part.
 
-        With noise, clients whose index is known do not release it again.
+        With noise, clients whose index is known do not send it again.
         """
         ids = torch.from_numpy(everyone.ids)
         if self.index is None:
@@ -246,7 +245,7 @@ class Client2Vec(Wrapper):
 
     @finished_by("released_mean")
     def mean_index(self, client: Client) -> Tree:
-        """Answer with the means of z and of labels, clipped and noised if this is wanted."""
+        """Return the sums of z and of one-hot labels; a question to the client."""
         z = client.features().flatten(1)
         ones = torch.ones_like(z[:, 0])
         if client.network.task.labels:
@@ -265,7 +264,7 @@ class Client2Vec(Wrapper):
         }
 
     def released_mean(self, sums: Tree) -> Tree:
-        """Make the index of the sums."""
+        """Compute the index from the sums, with clipping and noise if they are set."""
         return released_index(sums, self.clip, self.noise)
 
     def _similarity(self, clients: Tree, members: Tensor) -> Tensor:
@@ -291,7 +290,7 @@ class Client2Vec(Wrapper):
         return candidates.ids[choose_by_weight(candidates.key, weights.numpy(), count)]
 
     def learn(self, state: State, cohort: Cohort) -> State:
-        """Note who has taken part."""
+        """Record which clients have taken part."""
         if "sampling" not in self.uses:
             return super().learn(state, cohort)
         clients = state.server[_KEPT]
@@ -302,7 +301,7 @@ class Client2Vec(Wrapper):
     # ---- aggregation -----------------------------------------------------------------------------
 
     def _profit(self, state: State, cohort: Cohort) -> Tensor:
-        """Return A of all clients, the present cohort included."""
+        """Return A of all clients, including the current cohort."""
         clients = state.server[_KEPT]
         return self.gamma * clients["profit"] + self._similarity(clients, locate(clients, cohort))
 
@@ -314,11 +313,11 @@ class Client2Vec(Wrapper):
         return WithPrior(cohort, similar_weights(cohort.prior, own, self.lam))
 
     def prepare(self, state: State, cohort: Cohort) -> State:
-        """Let the host prepare with the new prior."""
+        """Call the host's ``prepare`` with the new prior."""
         return super().prepare(state, self._weighed(state, cohort))
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Let the host combine with the new prior."""
+        """Call the host's ``combine`` with the new prior."""
         weighed = self._weighed(state, cohort)
         new = super().combine(state, updates, weighed)
         if self.noise:
@@ -336,21 +335,21 @@ class Client2Vec(Wrapper):
 
     @property
     def sends(self) -> tuple[str, ...]:  # type: ignore[override]
-        """All clients' β_f, besides what the host sends."""
+        """Return the host's names, and that of all clients' β_f."""
         return *super().sends, *self._sends_index
 
     @property
     def sends_once(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The index changes only when clients join."""
+        """Return the name of β_f, which changes only when clients join."""
         return *super().sends_once, *self._sends_index
 
     @property
     def receives(self) -> tuple[str, ...]:  # type: ignore[override]
-        """All clients' β_f, besides what the host receives."""
+        """Return the host's names, and that of all clients' β_f."""
         return *super().receives, *self._sends_index
 
     def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
-        """Send β_f of all clients along with what the host sends."""
+        """Send β_f of all clients in addition to what the host sends."""
         shared, each = super().send(state, self._weighed(state, cohort))
         if self._sends_index:
             like, features = next(iter(state.model.values())), state.server[_KEPT]["features"]
@@ -369,7 +368,7 @@ class Client2Vec(Wrapper):
         return model
 
     def phases(self) -> Sequence[Phase]:
-        """Add the regularizer to the phases that move features."""
+        """Add the regularizer to the phases that train features."""
         phases = super().phases()
         return [self._regularized(phase) for phase in phases] if "training" in self.uses else phases
 
@@ -396,7 +395,7 @@ class Client2Vec(Wrapper):
         return regularized
 
     def regularizer(self, client: Client) -> Tensor:
-        """Return L_orth + L_dist, sample by sample."""
+        """Return L_orth + L_dist of each sample."""
         client.network.task.require_labels("client2vec.uses: training compares class probabilities")
         projected = client.part(_PROJECTION, client.features().flatten(1))
         of_z, of_projected = (
@@ -415,11 +414,11 @@ def similar_weights(prior: Tensor, profit: Tensor, lam: float) -> Tensor:
     Parameters
     ----------
     prior : Tensor
-        q, one weight a client.
+        q, one weight per client.
     profit : Tensor
-        A, how similar each client is to the clients of all rounds.
+        A, the similarity of each client to the clients of all rounds.
     lam : float
-        λ, the temperature; the larger, the nearer to q.
+        λ, the temperature. The larger it is, the closer the weights are to q.
 
     Returns
     -------
@@ -435,7 +434,7 @@ def similar_weights(prior: Tensor, profit: Tensor, lam: float) -> Tensor:
 
 
 def rested(last: Tensor, round_: int, ban: float, count: int) -> Tensor:
-    """Say which clients may be drawn: those not drawn in the last rounds.
+    """Return which clients may be drawn: those not drawn in the last rounds.
 
     Parameters
     ----------
@@ -444,9 +443,9 @@ def rested(last: Tensor, round_: int, ban: float, count: int) -> Tensor:
     round_ : int
         The round to draw for.
     ban : float
-        For how many rounds a client is left out. It gets shorter if too few clients remain.
+        Number of rounds for which a client is left out. It is shortened if too few clients remain.
     count : int
-        How many clients must remain.
+        Minimum number of clients that must remain.
 
     Returns
     -------
@@ -468,6 +467,6 @@ def rested(last: Tensor, round_: int, ban: float, count: int) -> Tensor:
 
 
 def _moves_features(part: str, prefix: str) -> bool:
-    """Say whether a part contains features, of the shared or of the personal model."""
+    """Return whether a part contains features, of the shared or of the personal model."""
     whole = part == "personal" if prefix else part == "all"
     return whole or in_parts(part, f"{prefix}features")

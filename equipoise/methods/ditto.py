@@ -1,4 +1,4 @@
-"""Ditto (Li et al., 2021): a personal model beside the global one, held near it."""
+"""Ditto (Li et al., 2021): a personal model that is kept close to the global one."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from equipoise.methods import register
 @register("ditto", paper="Li et al., ICML 2021")
 @dataclass(frozen=True)
 class Ditto(LocalRule):
-    """Minimise F_k(v_k) + λ/2 ‖v_k − wᵗ‖² for the personal model v_k, and F_k(w) for the global one.
+    """Minimise F_k(v_k) + λ/2 ‖v_k − wᵗ‖² over the personal model v_k, and F_k(w) over the global.
 
-    On every batch v_k steps first, then the client's copy of w. The anchor wᵗ is the global model
-    as received, so it is constant during a round. v_k never leaves the client, and is constant
+    On every batch v_k is updated first, then the client's copy of w. The anchor wᵗ is the received
+    global model, so it is constant during a round. v_k never leaves the client, and does not change
     while the client does not take part. Any aggregation can be used for the global model.
 
     v_k starts as a copy of the global model that the client receives when it first takes part. In
     the authors' code all v_k start at the first global model w⁰; with all clients in round 1 this
-    is the same. Clients are weighted by their numbers of samples here, unless ``weights`` says
-    otherwise. The authors draw clients by these numbers and count them alike: ``{name: ditto,
-    sampling: size, weights: uniform}``.
+    is the same. By default clients are weighted by their numbers of samples. The authors sample
+    clients in proportion to these numbers and weight them equally: ``{name: ditto, sampling: size,
+    weights: uniform}``.
 
     Parameters
     ----------
@@ -39,12 +39,12 @@ class Ditto(LocalRule):
     interleaved = True
 
     def __post_init__(self) -> None:
-        """Refuse a term that would push personal models away."""
+        """Refuse a negative penalty."""
         if not 0 <= self.lam < float("inf"):
             raise InputError(f"ditto.lam must be at least 0 and finite, got {self.lam!r}")
 
     def phases(self) -> Sequence[Phase]:
-        """Make a step of the personal model, then of the global one, on the same batch."""
+        """Update the personal model, then the global one, on the same batch."""
         return Phase(move="personal", loss=self.personal_loss), Phase(move="all", batch="same")
 
     def adapt(self) -> Sequence[Phase]:

@@ -28,30 +28,30 @@ class DsaIgn(LocalRule):
 
     For sample j of a batch of B: L_sim = 1 − cos(z_j, L_y), with L_y the vector of its label.
     L_orth is the mean of |⟨z_j, u_k⟩| over the samples k of the batch. L_recon is the mean squared
-    error of the reconstruction of D. L_div is log Σ_{k ≠ j} exp(cos(u_j, u_k)), and 0 for a sample
-    alone.
+    error of the reconstruction of D. L_div is log Σ_{k ≠ j} exp(cos(u_j, u_k)), and 0 for a single
+    sample.
 
-    FEDERATED is this rule under FedAvg: ``{name: fedavg, local: dsaign}``. GLOBAL is this rule on
-    128 samples of each client, for which the server asks: ``{name: fedavg, local: dsaign, view:
+    FEDERATED is this rule with FedAvg: ``{name: fedavg, local: dsaign}``. GLOBAL is this rule on
+    128 samples that each client sends to the server: ``{name: fedavg, local: dsaign, view:
     gathered}``. After the last round the server asks all clients for their index: the mean of u and
     the mean of the label vectors over their training samples.
 
     The paper leaves open whether ‖Z Uᵀ‖₁ is a sum or a mean; here it is a mean over all B² pairs.
-    L_recon is a mean over the numbers of an embedding. All weights are 1, as in the paper's sum.
-    Cosines of a vector of zeros are 0.
+    L_recon is a mean over the components of an embedding. All losses have weight 1, as in the
+    paper. The cosine of a zero vector is 0.
 
     Parameters
     ----------
     div, sim, orth, recon : bool
-        Which of the four losses there are (table 2).
+        Which of the four losses to use (table 2).
     clip : float, optional
-        C, the length to which β_f and β_l of a client are clipped before it sends them.
+        C, the norm to which β_f and β_l of a client are clipped before it sends them.
     noise : float
         The standard deviation of Gaussian noise on both, as a multiple of C. The file of the index
-        gives the ε of this release; see :func:`equipoise.privacy.gaussian_epsilon`. Parameters that
-        clients send while DSA-IGN is trained, and the embeddings of GLOBAL, are not protected by
-        it. Noise is drawn from the run's seed, which must therefore not be known to those who see
-        the index.
+        contains the ε of this release; see :func:`equipoise.privacy.gaussian_epsilon`. It does not
+        protect the parameters that clients send while DSA-IGN is trained, or the embeddings of
+        GLOBAL. Noise is drawn from the run's seed, so those who see the index must not know the
+        seed.
     privacy_delta : float
         The δ that belongs to this ε.
     """
@@ -67,7 +67,7 @@ class DsaIgn(LocalRule):
     makes_index: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse to minimise nothing."""
+        """Refuse a rule without losses."""
         losses = [
             flag(getattr(self, name), f"dsaign.{name}") for name in ("div", "sim", "orth", "recon")
         ]
@@ -76,11 +76,11 @@ class DsaIgn(LocalRule):
         check_release("dsaign", self.clip, self.noise, self.privacy_delta)
 
     def phases(self) -> Sequence[Phase]:
-        """One phase with all losses."""
+        """Return one phase with all losses."""
         return (Phase(loss=self.loss),)
 
     def loss(self, client: Client) -> Tensor:
-        """Sum the losses, sample by sample."""
+        """Return the sum of the losses of each sample."""
         split = client.features()
         z, u = split.chunk(2, dim=1)
         kept = torch.ones_like(z[:, 0]) if client.mask is None else client.mask.to(z.dtype)
@@ -112,21 +112,21 @@ class DsaIgn(LocalRule):
         return sums | (noise_sums(client, width, Purpose.NOISE_OF_INDEX) if self.noise else {})
 
     def released_index(self, sums: Tree) -> Tree:
-        """Make the index of the sums, clipped and noised if this is wanted."""
+        """Compute the index from the sums, with clipping and noise if they are set."""
         return released_index(sums, self.clip, self.noise)
 
     def index_epsilon(self) -> float | None:
-        """Return the ε of the index, if there is noise."""
+        """Return the ε of the index, or None without noise."""
         return index_epsilon(self.noise, self.privacy_delta)
 
     def chosen_samples(self, client: Client) -> tuple[Tensor, Tensor]:
-        """Return the samples at the positions ``client.each["chosen"]``, and targets; a question."""
+        """Return samples and targets at the positions ``client.each["chosen"]``; a question."""
         if client.positions is None:
-            raise InputError("chosen_samples is a question, and not a loss")
+            raise InputError("chosen_samples is a question, not a loss")
         found = client.each["chosen"].unsqueeze(1) == client.positions
         if client.mask is not None:
             found = found & (client.mask > 0)
-        # Each position is in one batch only, so that the sum over batches is the sample itself.
+        # Each position is in one batch only, so the sum over batches is the sample itself.
         return found.to(client.x.dtype) @ client.x.flatten(1), (found * client.y).sum(1)
 
 
@@ -136,25 +136,25 @@ class Gathered(View):
     """The server trains alone, on some samples of each client (Client2Vec's GLOBAL).
 
     Before round 1 the server asks all registered clients for embeddings (``data.encode``) and
-    labels. Then it trains as a single client with these samples would. Samples that are no vectors
-    are refused. The paper leaves open which samples of a client form its batch of 128; here they
-    are drawn at random, without replacement.
+    labels. Then it trains on these samples like a single client. Samples that are not vectors are
+    refused. The paper leaves open which samples of a client form its batch of 128; here they are
+    drawn at random, without replacement.
 
     Parameters
     ----------
     samples : int
-        How many samples each client sends; all of them if it has fewer.
+        Number of samples that each client sends; all of them if it has fewer.
     """
 
     samples: int = 128
     gathers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse to ask for nothing."""
+        """Refuse a number of samples below 1."""
         count(self.samples, "gathered.samples")
 
     def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
-        """Refuse images and other samples that are no embeddings, and leave the model as it is."""
+        """Refuse samples that are not embeddings, and return the model unchanged."""
         if len(shape) != 1:
             raise InputError(
                 "view 'gathered' sends embeddings to the server, but a sample has shape "
@@ -163,7 +163,7 @@ class Gathered(View):
         return model
 
     def gather(self, everyone: Cohort) -> tuple[Tensor, Tensor]:
-        """Ask for the samples at positions that the server draws: sizes are public."""
+        """Ask for the samples at positions that the server draws. It knows the clients' sizes."""
         chosen = np.full((len(everyone.ids), self.samples), -1, np.int64)
         for row, (client, size) in enumerate(zip(everyone.ids, everyone.sizes, strict=True)):
             drawn = choose(fold(everyone.key, int(client)), int(size), min(self.samples, int(size)))
@@ -190,11 +190,12 @@ def diversity(u: Tensor, kept: Tensor) -> Tensor:
 
     Examples
     --------
-    >>> diversity(torch.tensor([[1.0, 0.0], [0.0, 2.0], [9.0, 9.0]]), torch.tensor([1.0, 1.0, 0.0]))[:2]
+    >>> u, kept = torch.tensor([[1.0, 0.0], [0.0, 2.0], [9.0, 9.0]]), torch.tensor([1.0, 1.0, 0.0])
+    >>> diversity(u, kept)[:2]
     tensor([0., 0.])
     """
     directions = F.normalize(u, dim=1)
     others = kept * (1 - torch.eye(len(u), dtype=u.dtype, device=u.device))
     total = ((directions @ directions.T).exp() * others).sum(1)
-    # Cosines are at most 1, so the sum needs no scaling; log 1 = 0 where there is nothing to sum.
+    # Cosines are at most 1, so the exponentials cannot overflow. log 1 = 0 without other samples.
     return torch.where(others.sum(1) > 0, total, 1.0).log()

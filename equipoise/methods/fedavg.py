@@ -1,4 +1,4 @@
-"""FedAvg (McMahan et al., 2017) and the parts every other method builds on."""
+"""FedAvg (McMahan et al., 2017) and the default parts of other methods."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class UniformSampler(Sampler):
     """Every set of clients is equally likely."""
 
     def select(self, state: State, candidates: Candidates, count: int) -> NDArray[np.int64]:
-        """Choose without replacement."""
+        """Draw clients without replacement."""
         return candidates.ids[choose(candidates.key, len(candidates.ids), count)]
 
 
 @register("size", method=False)
 @dataclass(frozen=True)
 class SizeSampler(Sampler):
-    """A client is chosen in proportion to its training samples, without replacement."""
+    """Clients are drawn in proportion to their numbers of samples, without replacement."""
 
     def select(self, state: State, candidates: Candidates, count: int) -> NDArray[np.int64]:
-        """Choose without replacement, one client after the other."""
+        """Draw one client after the other, without replacement."""
         return candidates.ids[
             choose_by_weight(candidates.key, candidates.sizes.astype(np.float64), count)
         ]
@@ -48,13 +48,13 @@ class SizeSampler(Sampler):
 @register("plain", method=False)
 @dataclass(frozen=True)
 class PlainTraining(LocalRule):
-    """All parts follow the task's loss."""
+    """Train all parts with the task's loss."""
 
 
 @register("everyone", method=False)
 @dataclass(frozen=True)
 class Everyone(View):
-    """The federation as it is."""
+    """The unchanged federation."""
 
 
 @register("fedavg", paper="McMahan et al., AISTATS 2017", sees=Sees.SUMS)

@@ -13,28 +13,29 @@ from equipoise.methods import register
 @register("fedbabu", paper="Oh et al., ICLR 2022")
 @dataclass(frozen=True)
 class FedBABU(LocalRule):
-    """Train and share the features under the head the model began with; personal models are fine-tuned global ones.
+    """Train and share the features with a fixed head; fine-tune the global model for each client.
 
-    The paper weighs clients by size; its code counts them alike, which is ``weights: uniform``.
+    The head keeps its initial values during training. The paper weights clients by size; its code
+    weights them equally, which is ``weights: uniform``.
 
     Parameters
     ----------
     tunes : str
-        The part a client fine-tunes: ``all`` (the paper's choice), ``head`` or ``features``.
+        The part that a client fine-tunes: ``all`` (the paper's choice), ``head`` or ``features``.
     tune_epochs : int, optional
-        For how many epochs; by default what the training settings say.
+        Number of epochs of fine-tuning; by default that of the training settings.
     """
 
     tunes: str = "all"
     tune_epochs: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no number of epochs."""
+        """Check the number of epochs."""
         if self.tune_epochs is not None:
             count(self.tune_epochs, "fedbabu.tune_epochs")
 
     def phases(self) -> Sequence[Phase]:
-        """Move the features."""
+        """Train the features."""
         return (Phase(move="features"),)
 
     def adapt(self) -> Sequence[Phase]:

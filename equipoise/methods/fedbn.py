@@ -13,10 +13,10 @@ from equipoise.methods import register
 @register("fedbn", paper="Li et al., ICLR 2021")
 @dataclass(frozen=True)
 class FedBN(LocalRule):
-    """Train everything; parameters and statistics of BatchNorm layers are the client's own, the rest is shared.
+    """Train all parts; keep parameters and statistics of BatchNorm layers on the client.
 
-    The paper counts clients alike. A client that has never taken part fits BatchNorm layers to its
-    own data, with everything else as received.
+    The paper weights clients equally. A client that has never taken part fits the BatchNorm layers
+    to its own data, without changing the received parts.
     """
 
     keeps = "batchnorm"

@@ -1,4 +1,4 @@
-"""FedCLIP (Lu et al., 2023) and PromptFL (Guo et al., 2024): FedAvg of what is trained in a frozen CLIP."""
+"""FedCLIP (Lu et al., 2023) and PromptFL (Guo et al., 2024): FedAvg of small parts of a CLIP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from equipoise.methods import register
 @register("fedclip", paper="Lu et al., 2023")
 @dataclass(frozen=True)
 class FedCLIP(LocalRule):
-    """Train an adapter after CLIP's image encoder; its usual model is ``clipadapter``.
+    """Train an adapter after CLIP's image encoder. The usual model is ``clipadapter``.
 
     The loss is cross-entropy over the classes. The authors use CLIP's symmetric contrastive loss
     instead: with s_ij the score of image i and the prompt of image j's class, a batch of n images
@@ -41,7 +41,7 @@ class FedCLIP(LocalRule):
         return (Phase(loss=self.contrastive_loss),) if self.contrastive else super().phases()
 
     def contrastive_loss(self, client: Client) -> Tensor:
-        """Compare each image with the prompts of all images of the batch, and each prompt with all images."""
+        """Return CLIP's symmetric contrastive loss of each image."""
         client.network.task.require_labels("fedclip compares images with classes")
         output = client.output()
         chosen = (client.y.unsqueeze(1) == torch.arange(output.shape[1], device=output.device)).to(
@@ -50,7 +50,7 @@ class FedCLIP(LocalRule):
         scores = output @ chosen.T
         own = scores.diagonal(dim1=-2, dim2=-1)
         if client.mask is not None:
-            # Padding is neither a wrong prompt nor a wrong image. Its own score stays, so that its
+            # Exclude padding from the wrong prompts and images. Its own score is kept, so that its
             # values are finite.
             beside = ~torch.eye(len(scores), dtype=torch.bool, device=scores.device)
             here = client.mask.to(torch.bool)
@@ -63,10 +63,10 @@ class FedCLIP(LocalRule):
 @register("promptfl", paper="Guo et al., IEEE TMC 2024")
 @dataclass(frozen=True)
 class PromptFL(LocalRule):
-    """Train the context of CLIP's prompts with the task's loss; its usual model is ``clipprompts``.
+    """Train the context of CLIP's prompts with the task's loss. The usual model is ``clipprompts``.
 
     The context vectors are averaged with the method's client weights. (The authors' code keeps
-    references to one model for all clients, so that its average is the last client's model.)
+    references to one model for all clients, so its average is the last client's model.)
     """
 
     usual_model = "clipprompts"

@@ -1,4 +1,4 @@
-"""FedCRC (Wang et al., 2023): features learned under one slow head, and a personal head beside it."""
+"""FedCRC (Wang et al., 2023): a slowly changing global head, and a personal head per client."""
 
 from __future__ import annotations
 
@@ -29,23 +29,25 @@ from equipoise.tree import select
 @register("slowhead", paper="Wang et al., 2023", sees=Sees.SUMS, method=False)
 @dataclass(frozen=True)
 class SlowHead(Aggregation):
-    """FedCRC's server: the head moves slowly, h ← τ h + (1 − τ) Σ a_k h_k, and all else is averaged (eqs. 3, 8, 9).
+    """FedCRC's server: h ← τ h + (1 − τ) Σ a_k h_k for the head h (eqs. 3, 8, 9).
+
+    All other parts are averaged.
 
     Parameters
     ----------
     tau : float
-        τ in [0, 1]; 0 is FedAvg, 1 keeps the head the model began with.
+        τ in [0, 1]; 0 is FedAvg, 1 keeps the initial head.
     """
 
     tau: float = 0.99
 
     def __post_init__(self) -> None:
-        """Refuse what is no moving average."""
+        """Check τ."""
         if not 0 <= self.tau <= 1:
             raise InputError(f"{self.name}.tau must be in [0, 1], got {self.tau!r}")
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Average, and move the head slowly; a head that clients keep is not sent."""
+        """Average the models, and update the head slowly unless clients keep it."""
         averaged = mix(updates, cohort.prior)
         head = set(select(state.model, "head")) & set(averaged)
         slow = {
@@ -57,33 +59,33 @@ class SlowHead(Aggregation):
 @register("fedcrc", paper="Wang et al., 2023", sees=Sees.SUMS)
 @dataclass(frozen=True)
 class FedCRC(LocalRule, Aggregation):
-    """Train features under the received head, a personal head on them, then the head with the personal one as teacher.
+    """Train the features, then a personal head, then the global head with the personal as teacher.
 
     Client i minimises, one after the other, L_i(f, h_g) over f (eq. 4), L_i(f, h_i) over its
     personal head h_i (eq. 5) and L_i(f, h_g) + λ KL(h_i(z) ‖ h_g(z)) over h_g (eqs. 6, 7), with L_i
-    the cross-entropy and z = f(x). The server's half is :class:`SlowHead`. The global model (f,
-    h_g) and every personal model (f, h_i) come from one run.
+    the cross-entropy and z = f(x). The server's part is :class:`SlowHead`. One run gives the global
+    model (f, h_g) and every personal model (f, h_i).
 
-    The paper leaves open: how long each step lasts (here as long as the training settings say,
-    each), which way KL points (here h_i teaches, as the text says), and what frozen parts do (here
-    what they do in evaluation: BatchNorm statistics change with the features only). h_i begins as a
-    copy of the head its client first receives; a client that has never taken part makes one by the
+    Choices that the paper leaves open: each step lasts as long as the training settings specify.
+    h_i is the teacher in KL, as in the paper's text. Parts that a step does not train behave as in
+    evaluation, so BatchNorm statistics change with the features only. h_i starts as a copy of the
+    head that its client first receives. A client that has never taken part gets its h_i by the
     second step alone.
 
-    Eq. 5 names f without saying whether it has moved. The paper's order says so, and is followed;
-    but features that have just been fitted to the client leave h_i little to learn, and are
-    averaged away afterwards.
+    Eq. 5 does not say whether f has been updated before. Here it has, which follows the order in
+    the paper. Features that have just been fitted to the client leave h_i little to learn, and the
+    fit is lost when features are averaged.
 
     Parameters
     ----------
     tau : float
-        τ in [0, 1], how slowly the head follows; 1 is FedBABU's global model.
+        τ in [0, 1], the share of the old head; 1 is FedBABU's global model.
     kl : float
         λ, at least 0; 1 in the paper.
     personal_first : bool
-        Whether h_i is trained before the features move, on f as received.
+        Whether h_i is trained before the features, on f as received.
     features_epochs, personal_epochs, head_epochs : int, optional
-        Epochs of the three steps; by default what the training settings say.
+        Numbers of epochs of the three steps; by default that of the training settings.
     """
 
     tau: float = 0.99
@@ -95,7 +97,7 @@ class FedCRC(LocalRule, Aggregation):
     keeps = "personal.head"
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot be carried out."""
+        """Check the hyper-parameters."""
         if not 0 <= self.tau <= 1:
             raise InputError(f"fedcrc.tau must be in [0, 1], got {self.tau!r}")
         if not 0 <= self.kl < float("inf"):
@@ -105,7 +107,7 @@ class FedCRC(LocalRule, Aggregation):
                 count(getattr(self, name), f"fedcrc.{name}")
 
     def phases(self) -> Sequence[Phase]:
-        """Move the features and the personal head, then the head."""
+        """Train the features and the personal head, then the global head."""
         features, personal = Phase(move="features", epochs=self.features_epochs), *self.adapt()
         head = Phase(move="head", loss=self.taught_loss, epochs=self.head_epochs)
         return (personal, features, head) if self.personal_first else (features, personal, head)
@@ -115,7 +117,7 @@ class FedCRC(LocalRule, Aggregation):
         return (Phase(move="personal.head", loss=personal_loss, epochs=self.personal_epochs),)
 
     def taught_loss(self, client: Client) -> Tensor:
-        """Add the divergence from what the personal head says to the head's loss."""
+        """Add the divergence from the personal head's predictions to the global head's loss."""
         task = client.network.task
         task.require_labels("fedcrc compares class probabilities")
         z = client.features()
@@ -124,5 +126,5 @@ class FedCRC(LocalRule, Aggregation):
         return task.loss(scores, client.y) + self.kl * (teacher.exp() * (teacher - student)).sum(1)
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Average the features, and move the head slowly."""
+        """Average the features, and update the head slowly."""
         return SlowHead(self.tau).combine(state, updates, cohort)

@@ -1,4 +1,4 @@
-"""FedDyn (Acar et al., 2021): a penalty that changes every round, so that clients agree."""
+"""FedDyn (Acar et al., 2021): dynamic regularization, which aligns the clients' optima."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class FedDyn(LocalRule, Aggregation):
 
     After training, λ_k ← λ_k − α (w_k − wᵗ). The server updates h ← h − α/m Σ (w_k − wᵗ) over the
     clients that took part, with m the number of all clients, and sends wᵗ⁺¹ = w̄ − h/α, where w̄ is
-    the mean of their models. λ_k and h are 0 at first. Clients that do not take part keep λ_k.
+    the mean of their models. λ_k and h start at 0. Clients that do not take part keep λ_k.
 
-    The model that is evaluated is w̄, for which the paper proves convergence. w̄ − h/α is only what
-    clients start from.
+    The evaluated model is w̄, for which the paper proves convergence. w̄ − h/α is only the starting
+    point of clients.
 
-    Choices: with weights other than equal ones, the sum over clients is |S|/m Σ a_k (w_k − wᵗ). All
-    clients have the same α (the public code divides it by n_k/n̄). Gradient clipping, which the
-    public code uses, is ``training.clip``. Buffers of BatchNorm are averaged.
+    Choices: with unequal weights, the sum over clients is |S|/m Σ a_k (w_k − wᵗ). All clients have
+    the same α (the public code divides it by n_k/n̄). Gradient clipping, which the public code uses,
+    is ``training.clip``. Buffers of BatchNorm are averaged.
 
     Parameters
     ----------
@@ -42,11 +42,11 @@ class FedDyn(LocalRule, Aggregation):
     needs_everyone = True
 
     def __post_init__(self) -> None:
-        """Refuse a penalty that is none."""
+        """Refuse an α that is not positive."""
         real(self.alpha, "feddyn.alpha")
 
     def phases(self) -> Sequence[Phase]:
-        """One phase with the dynamic penalty."""
+        """Return one phase with the dynamic penalty."""
         return (Phase(loss=self.loss),)
 
     def loss(self, client: Client) -> Tensor:
@@ -55,7 +55,7 @@ class FedDyn(LocalRule, Aggregation):
         return client.task_loss() - linear + self.alpha / 2 * client.distance_to_received()
 
     def first_memory(self, model: Tree) -> dict[str, Tree]:
-        """Begin with λ_k = 0."""
+        """Start with λ_k = 0."""
         return {"dual": tree_map(torch.zeros_like, model)}
 
     def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
@@ -66,14 +66,14 @@ class FedDyn(LocalRule, Aggregation):
         }, {}
 
     def begin(self, state: State, everyone: Cohort) -> State:
-        """Begin with h = 0, and store the number of clients."""
+        """Start with h = 0, and store the number of clients."""
         count = torch.tensor(float(len(everyone.ids)))
         return state.with_server(
             h=tree_map(torch.zeros_like, state.model), clients={"count": count}
         )
 
     def admit(self, state: State, everyone: Cohort) -> State:
-        """Keep h the mean of all λ_k: those of new clients are 0."""
+        """Rescale h, so that it stays the mean of all λ_k. Those of new clients are 0."""
         count = torch.tensor(float(len(everyone.ids)))
         share = state.server["clients"]["count"] / count
         return state.with_server(
@@ -81,7 +81,7 @@ class FedDyn(LocalRule, Aggregation):
         )
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Update h, and correct the mean by it."""
+        """Update h, and correct the mean with it."""
         averaged = mix(updates, cohort.prior)
         mean = {name: averaged[name] for name in updates.params}
         share = len(cohort.ids) / float(state.server["clients"]["count"])

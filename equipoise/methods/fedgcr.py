@@ -1,4 +1,4 @@
-"""FedGCR (Cheng et al., AAAI 2024): prompts for types of clients, and weights by their losses."""
+"""FedGCR (Cheng et al., AAAI 2024): prompts for client types, and loss-based weights."""
 
 from __future__ import annotations
 
@@ -31,34 +31,33 @@ _GCNET = "features.gcnet"
 class Customization(LocalRule):
     """Train with ℓ_CE + λ₁ ℓ_GC + λ₂ ℓ_RA (eq. 6), and send the client representation h̃ (eq. 4).
 
-    ℓ_GC (eq. 7) draws an image's h to the centre of its client's cluster, away from the other
-    centres and from the client's own h̃ of the round before. ℓ_RA (eq. 8) draws z to that of the
-    received model, away from that of the client's own model of the round before. Until the server
-    knows centres, the loss is the cross-entropy (algorithm 1, line 9). A client that has no cluster
-    yet, or no memory, leaves out the terms that need them. The anchors, which hold prompts and
-    GC-Net only, behave as in evaluation: public code leaves their dropout on, and takes a received
-    model that is one round old.
+    ℓ_GC (eq. 7) pulls an image's h towards the centre of its client's cluster, and away from the
+    other centres and from the client's own h̃ of the previous round. ℓ_RA (eq. 8) pulls z towards
+    that of the received model, and away from that of the client's own model of the previous round.
+    Until the server has centres, the loss is the cross-entropy (algorithm 1, line 9). For a client
+    without a cluster or without a memory, the terms that need them are left out. The anchors, which
+    hold prompts and GC-Net only, are in evaluation mode. The public code leaves their dropout on,
+    and uses a received model that is one round old.
 
     Parameters
     ----------
     lam1, lam2 : float
         λ₁ and λ₂.
     tau : float
-        τ, in both losses; public code has none in ℓ_RA.
+        τ, in both losses; the public code has none in ℓ_RA.
     similarity : {"dot", "cosine"}
-        The dot product, as eqs. 7 and 8 say, or the cosine, as in public code. Dot products of a
-        pretrained transformer's z are large, and so is ℓ_RA then.
+        The dot product, as in eqs. 7 and 8, or the cosine, as in the public code. For a pretrained
+        transformer, dot products of z are large, and so is ℓ_RA.
     representation : {"trained", "received"}
         The model that h̃ is computed with: the client's own after training (algorithm 1, line 15),
-        or the received one, as in public code.
+        or the received one, as in the public code.
     clip : float, optional
-        C, the length to which h̃ is clipped.
+        C, the norm to which h̃ is clipped.
     noise : float
         The standard deviation of Gaussian noise on h̃, as a multiple of C. The notes of a round
-        give the ε that has been spent on h̃ by clients that have taken part in all rounds; see
-        :func:`equipoise.privacy.gaussian_epsilon`. The parameters that clients send are not
-        protected by it. Noise is drawn from the run's seed, which must therefore not be known to
-        those who see h̃.
+        contain the ε spent on h̃ by clients that have taken part in all rounds; see
+        :func:`equipoise.privacy.gaussian_epsilon`. It does not protect the parameters that clients
+        send. Noise is drawn from the run's seed, so those who see h̃ must not know the seed.
     privacy_delta : float
         The δ that belongs to this ε.
     """
@@ -98,17 +97,17 @@ class Customization(LocalRule):
         return (Phase(loss=self.loss),)
 
     def loss(self, client: Client) -> Tensor:
-        """Add both terms to the cross-entropy once there are centres (eq. 6)."""
+        """Add both terms to the cross-entropy, once there are centres (eq. 6)."""
         if "centres" not in client.sent:
             return client.task_loss()
-        # h first, so that images that are not encoded pass the stem once.
+        # Compute h first, so that images that are not encoded pass through the stem only once.
         customization = self.customization(client)
         return client.task_loss() + self.lam1 * customization + self.lam2 * self.alignment(client)
 
     def customization(self, client: Client) -> Tensor:
         """Return ℓ_GC of each sample (eq. 7).
 
-        Of a client with shares in several clusters it is the mean, weighted by these shares.
+        For a client with shares in several clusters it is the mean weighted by these shares.
         """
         h = _shift_of(client)
         toward = self._similarity(h, client.sent["centres"]["h"])
@@ -128,7 +127,7 @@ class Customization(LocalRule):
         return client.seen * F.softplus(previous - first)
 
     def _similarity(self, a: Tensor, b: Tensor, *, paired: bool = False) -> Tensor:
-        """Compare rows of a with all rows of b, or with those in the same place; divided by τ."""
+        """Return similarities of rows of a to all rows of b, or to the same row, divided by τ."""
         if self.similarity == "cosine":
             a, b = F.normalize(a, dim=-1), F.normalize(b, dim=-1)
         return ((a * b).sum(1) if paired else a @ b.T) / self.tau
@@ -143,7 +142,7 @@ class Customization(LocalRule):
 
     @finished_by("released")
     def first_representation(self, client: Client) -> Tree:
-        """Answer with h̃ of the initial model, clipped and noised like any other."""
+        """Return h̃ of the initial model, with clipping and noise as in later rounds; a question."""
         return self.sums_of_h(client, Purpose.NOISE_OF_FIRST)
 
     def sums_of_h(self, client: Client, purpose: Purpose = Purpose.NOISE) -> Tree:
@@ -151,7 +150,7 @@ class Customization(LocalRule):
         h, labels = _shift_of(client), client.y
         classes = len(client.network.initial()["head.bias"])
         if not client.network.task.labels:
-            # Without classes there is nothing to balance: all samples are of one class.
+            # Without classes there is nothing to balance: treat all samples as one class.
             labels, classes = torch.zeros_like(h[:, 0], dtype=torch.int64), 1
         sums = {
             "h": label_sums(h, labels, classes, client.mask),
@@ -160,12 +159,12 @@ class Customization(LocalRule):
         return sums | (noise_sums(client, h.shape[1], purpose) if self.noise else {})
 
     def released(self, sums: Tree) -> Tree:
-        """Make h̃ of the sums, clipped and noised if this is wanted."""
+        """Compute h̃ from the sums, with clipping and noise if they are set."""
         draws = sums["noise"] / sums["passes"] if self.noise else None
         return {"h": released(balanced_mean(sums)["h"], self.clip, self.noise, draws)}
 
     def spent(self, state: State, before: int) -> dict[str, float]:
-        """Return the note of the ε spent after a round and ``before`` it, if there is noise."""
+        """Return a note of the ε spent up to this round, or nothing without noise."""
         releases = before + state.round + 1
         return (
             {"epsilon": gaussian_epsilon(self.noise, releases, self.privacy_delta)}
@@ -174,14 +173,14 @@ class Customization(LocalRule):
         )
 
     def first_memory(self, model: Tree) -> dict[str, Tree]:
-        """Return the received prompts and GC-Net; ``seen`` keeps losses from using them."""
+        """Return the received prompts and GC-Net. Losses do not use them while ``seen`` is 0."""
         memory = {"previous": {name: model[name] for name in select(model, "features")}}
         if self.representation == "received":
             memory["before"] = {"h": torch.zeros_like(model["features.prompts"][0])}
         return memory
 
     def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
-        """Remember the trained prompts and GC-Net, and h̃ if the next round will overwrite it."""
+        """Store the trained prompts and GC-Net, and h̃ if the next round overwrites it."""
         memory = {"previous": {name: client.params[name] for name in client.memory["previous"]}}
         if self.representation == "received":
             memory["before"] = dict(client.memory["representation"])
@@ -195,19 +194,20 @@ class Customization(LocalRule):
 
 
 def _shift_of(client: Client) -> Tensor:
-    """Return h of each image: what GC-Net makes of the class token of the first pass."""
+    """Return h of each image: the output of GC-Net for the class token of the first pass."""
     return client.part(_GCNET, client.encoded()[:, 0].to(client.network.dtype))
 
 
 def balanced_mean(sums: Tree) -> Tree:
     """Return h̃, the mean over classes of the means of h (eq. 4).
 
-    The mean is over the classes that the client has: the paper's sum over all C classes is not
-    defined for the others.
+    The mean is over the classes that the client has. The paper sums over all C classes, which is
+    not defined for classes without samples.
 
     Examples
     --------
-    >>> balanced_mean({"h": torch.tensor([[6.0, 0.0], [0.0, 0.0], [1.0, 2.0]]), "count": torch.tensor([3.0, 0.0, 1.0])})
+    >>> h, count = torch.tensor([[6.0, 0.0], [0.0, 0.0], [1.0, 2.0]]), torch.tensor([3.0, 0.0, 1.0])
+    >>> balanced_mean({"h": h, "count": count})
     {'h': tensor([1.5000, 1.0000])}
     """
     counts = sums["count"].unsqueeze(1)
@@ -216,7 +216,7 @@ def balanced_mean(sums: Tree) -> Tree:
 
 
 def _membership(client: Client, toward: Tensor) -> Tensor:
-    """Return the client's share in each of the centres that were sent; zeros without a cluster."""
+    """Return the client's share in each of the received centres; zeros without a cluster."""
     if "membership" in client.each:
         return client.each["membership"].to(toward.dtype)
     return (torch.arange(toward.shape[1], device=toward.device) == client.each["cluster"]).to(
@@ -227,9 +227,9 @@ def _membership(client: Client, toward: Tensor) -> Tensor:
 @register("fedgc", paper="Cheng et al., AAAI 2024", sees=Sees.REPRESENTATIONS)
 @dataclass(frozen=True)
 class FedGC(Customization, Grouping):
-    """Customize prompts for clusters of clients, and weigh clients by their data.
+    """Customize prompts for clusters of clients, and weight clients by their data.
 
-    It is FedGCR without FedGR.
+    This is FedGCR without FedGR.
 
     Parameters
     ----------
@@ -260,26 +260,26 @@ class FedGC(Customization, Grouping):
 @register("fedgr", paper="Cheng et al., AAAI 2024", sees=Sees.REPRESENTATIONS)
 @dataclass(frozen=True)
 class FedGR(Grouping):
-    """Weigh client j of group i by ω_ij (L_ij^(1−β) L̃_i^β)^(q+1) (eq. 3).
+    """Weight client j of group i by ω_ij (L_ij^(1−β) L̃_i^β)^(q+1) (eq. 3).
 
-    L_ij is the mean loss of the received model on the client's training samples: the sum of eq. 2
-    would count sizes twice. L̃_i is the mean of L_ij over the clients of group i. In round r,
-    β = δ (1 − γ^(r−1)) (eq. 5). Weights are normalised to sum to one, which the paper leaves out.
+    L_ij is the mean loss of the received model on the client's training samples. (The sum in eq. 2
+    would count sizes twice.) L̃_i is the mean of L_ij over the clients of group i. In round r,
+    β = δ (1 − γ^(r−1)) (eq. 5). Weights are normalised to sum to one, which the paper omits.
 
     Parameters
     ----------
     clusters, clustering, choice, soft, index, compare, digest
         The clusters; see :class:`~equipoise.grouping.Grouping`.
     groups : {"classtoken", "representation", "index", "given"}
-        Clusters of the clients' mean frozen class tokens, for which a client is asked once;
-        clusters of h̃, which the local rule must send (``fedgc``); clusters of a client index, for
-        any model; or the federation's own groups.
+        Clusters of the clients' mean frozen class tokens, which each client sends once; clusters of
+        h̃, which the local rule must send (``fedgc``); clusters of a client index, for any model; or
+        the federation's own groups.
     q : float
-        How much more clients with high losses count; −1 gives data weights.
+        The larger q, the larger the weights of clients with high losses; −1 gives data weights.
     delta : float
         δ, the value that β approaches.
     gamma : float
-        γ, which sets how fast; public code has 0.9, and begins at β = 0.05.
+        γ, the rate at which β approaches δ. The public code uses 0.9 and starts at β = 0.05.
     """
 
     groups: str = "classtoken"
@@ -313,16 +313,16 @@ class FedGR(Grouping):
 
     @property
     def sends(self) -> tuple[str, ...]:  # type: ignore[override]
-        """H, if it is made of h̃."""
+        """Return the name of the centres H, if they are computed from h̃."""
         return ("centres",) if self.groups == "representation" else ()
 
     @property
     def collects(self) -> tuple[str, ...]:  # type: ignore[override]
-        """h̃, if groups are made of it."""
+        """Return the name of h̃, if groups are computed from it."""
         return ("representation",) if self.groups == "representation" else ()
 
     def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
-        """Refuse a model without a frozen class token, if groups are made of it."""
+        """Refuse a model without a frozen class token, if groups are computed from it."""
         if self.groups == "classtoken" and not isinstance(
             getattr(model, "features", None), Customized | Prompted
         ):
@@ -340,7 +340,7 @@ class FedGR(Grouping):
         return self.grouped(state, points, everyone)
 
     def admit(self, state: State, everyone: Cohort) -> State:
-        """Cluster clients that join together with the others, if clusters are those of the index."""
+        """Cluster new clients together with the others, if clusters are those of the index."""
         return (
             self.begin(state, everyone)
             if self.groups == "index"
@@ -348,7 +348,7 @@ class FedGR(Grouping):
         )
 
     def prepare(self, state: State, cohort: Cohort) -> State:
-        """Ask for class tokens if the cohort has clients that have not been asked."""
+        """Ask the cohort for class tokens if some of its clients have not sent theirs."""
         asked = (
             "clients" in state.server and np.isin(cohort.ids, state.server["clients"]["ids"]).all()
         )
@@ -370,7 +370,7 @@ class FedGR(Grouping):
         )
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Weigh clients by their losses and those of their groups."""
+        """Weight clients by their losses and those of their groups."""
         if self.collects:
             state = self.grouped(state, updates.uploads["representation"]["h"], cohort)
         elif self.groups in ("classtoken", "index"):
@@ -401,19 +401,19 @@ def group_weights(prior: Tensor, losses: Tensor, shares: Tensor, q: float, beta:
     Parameters
     ----------
     prior : Tensor
-        ω, one number a client.
+        ω, one number per client.
     losses : Tensor
         L, none negative.
     shares : Tensor
-        ``[clients, groups]``: how much each client belongs to each group, ones and zeros where
-        groups are disjoint.
+        ``[clients, groups]``: the membership of each client in each group, ones and zeros if groups
+        are disjoint.
     q, beta : float
         The exponents.
 
     Returns
     -------
     Tensor
-        Summing to one, float64. If all losses are zero, ω.
+        The weights in float64, summing to one; ω if all losses are zero.
 
     Examples
     --------
@@ -425,7 +425,7 @@ def group_weights(prior: Tensor, losses: Tensor, shares: Tensor, q: float, beta:
     prior, losses, shares = (tensor.double().cpu() for tensor in (prior, losses, shares))
     means = shares.T @ losses / shares.sum(0).clamp(min=torch.finfo(torch.float64).tiny)
     mixed = (1 - beta) * losses.log() + (beta * (shares @ means).log() if beta else 0)
-    # Logarithms do not overflow, whatever the losses and the exponent.
+    # Logarithms avoid overflow for large losses and exponents.
     scores = prior.log() + (q + 1) * mixed if q > -1 else prior.log()
     return scores.softmax(0) if scores.isfinite().any() else prior / prior.sum()
 
@@ -433,7 +433,7 @@ def group_weights(prior: Tensor, losses: Tensor, shares: Tensor, q: float, beta:
 @register("fedgcr", paper="Cheng et al., AAAI 2024", sees=Sees.REPRESENTATIONS)
 @dataclass(frozen=True)
 class FedGCR(Customization, FedGR):
-    """Customize prompts for clusters of clients, and weigh clients by their losses (FedGC + FedGR).
+    """Customize prompts for clusters of clients, and weight clients by losses (FedGC + FedGR).
 
     Parameters
     ----------
@@ -461,7 +461,7 @@ class FedGCR(Customization, FedGR):
         one_of(self.groups, ("representation", "given"), f"{self.name}.groups")
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Weigh clients by their losses and those of their clusters."""
+        """Weight clients by their losses and those of their clusters."""
         return (
             super()
             .combine(state, updates, cohort)
@@ -470,7 +470,7 @@ class FedGCR(Customization, FedGR):
 
 
 def representations_of(state: State, cohort: Cohort) -> Tensor:
-    """Ask clients, who may be new or held out, for their h̃ of the global model, without noise.
+    """Ask clients, which may be new or held out, for their h̃ of the global model, without noise.
 
     Parameters
     ----------
@@ -482,7 +482,7 @@ def representations_of(state: State, cohort: Cohort) -> Tensor:
     Returns
     -------
     Tensor
-        One row a client.
+        One row per client.
 
     Examples
     --------
@@ -490,9 +490,10 @@ def representations_of(state: State, cohort: Cohort) -> Tensor:
     >>> from equipoise.data import load
     >>> from equipoise.grouping import place
     >>> federation = load("digits", unseen=[3, 20])
-    >>> run = train(federation, method="fedgc", model={"name": "fedgc", "width": 8, "heads": 2, "patch": 4}, rounds=1)
-    >>> strangers = run.trainer.engine.cohort(run.trainer.method, np.flatnonzero(federation.unseen), 1)
-    >>> place(run.trainer.state, representations_of(run.trainer.state, strangers)).shape
+    >>> model = {"name": "fedgc", "width": 8, "heads": 2, "patch": 4}
+    >>> trainer = train(federation, method="fedgc", model=model, rounds=1).trainer
+    >>> new = trainer.engine.cohort(trainer.method, np.flatnonzero(federation.unseen), 1)
+    >>> place(trainer.state, representations_of(trainer.state, new)).shape
     torch.Size([2])
     """
     return vmap(balanced_mean)(cohort.ask("sums_of_h", model=state.model))["h"]

@@ -1,4 +1,4 @@
-"""FedIIR (Guo et al., 2023): features on which the head has the same gradient at every client."""
+"""FedIIR (Guo et al., 2023): features for which the head has the same gradient on every client."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class FedIIR(LocalRule, Aggregation):
 
     Before a round, the server asks every client of the cohort for the gradient of the head on all
     its training samples, at the model it is about to send, and updates ḡ ← β ḡ + (1 − β) Σ a_k ∇_h
-    F_k. ḡ is 0 at first and is not corrected for that. Clients are weighted equally by default. The
-    penalty is differentiated through the gradient, so features learn too.
+    F_k. ḡ starts at 0, without bias correction. Clients are weighted equally by default. The
+    penalty is differentiated through the gradient, so it also trains the features.
 
-    Choices: a client's gradient is the mean over its samples, with the model as in evaluation. The
-    public code averages over batches.
+    Choices: a client's gradient is the mean over its samples, with the model in evaluation mode.
+    The public code averages over batches.
 
     Parameters
     ----------
     gamma : float
         γ, at least 0; 0 is FedAvg with equal weights.
     ema : float
-        β in [0, 1), how slowly ḡ follows.
+        β in [0, 1), the decay of the moving average ḡ.
     """
 
     gamma: float = 1e-3
@@ -64,7 +64,7 @@ class FedIIR(LocalRule, Aggregation):
     def prepare(self, state: State, cohort: Cohort) -> State:
         """Update ḡ with the gradients of the cohort at the global model."""
         sums, _ = cohort.ask("head_gradient", model=state.model)
-        # The registered sizes are checked; a number in an answer could be 0.
+        # Use the registered sizes, which are checked. A count in an answer could be 0.
         counts = torch.from_numpy(cohort.sizes)
         means = {
             name: rows / counts.to(rows).view(-1, *(1,) * (rows.dim() - 1))
@@ -79,7 +79,7 @@ class FedIIR(LocalRule, Aggregation):
         )
 
     def head_gradient(self, client: Client) -> tuple[Tree, Tensor]:
-        """Answer with the sum of the gradients of the head, and the number of samples."""
+        """Return the sum of the gradients of the head, and the number of samples; a question."""
         z = client.features()
 
         def total(head: Tree) -> Tensor:
@@ -88,15 +88,15 @@ class FedIIR(LocalRule, Aggregation):
         return grad(total)(_head(client)), client.sum(torch.ones_like(z.flatten(1)[:, 0]))
 
     def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
-        """Send ḡ along with the model."""
+        """Send ḡ with the model."""
         return {"model": state.model, "mean_gradient": state.server["mean_gradient"]}, {}
 
     def phases(self) -> Sequence[Phase]:
-        """One phase with the penalty."""
+        """Return one phase with the penalty."""
         return (Phase(loss=self.loss),)
 
     def loss(self, client: Client) -> Tensor:
-        """Add the squared distance of the batch's gradient of the head from ḡ."""
+        """Add the squared distance between the head's gradient on the batch and ḡ."""
         z = client.features()
 
         def mean(head: Tree) -> Tensor:

@@ -15,7 +15,7 @@ from equipoise.method import Fact, LocalRule, Phase
 from equipoise.methods import register
 from equipoise.tree import Tree
 
-# A class that a client does not have counts as this many samples. Its shift is 100 τ, not infinite.
+# A class without samples counts as this many samples, so its shift is 100 τ instead of infinite.
 _ABSENT = 1e-8
 
 
@@ -24,13 +24,13 @@ _ABSENT = 1e-8
 class FedLC(LocalRule):
     """Train with cross-entropy of the logits f_c − τ n_c^(−1/4).
 
-    n_c is the number of the client's samples of class c.     Rare classes thus get a larger margin,
-    and classes that a client does not have are not unlearned. Label counts stay with the client.
-    The trained model is used without the shift. Any aggregation can be used.
+    n_c is the number of the client's samples of class c. Rare classes get a larger margin, and
+    classes that a client does not have are not forgotten. Label counts stay with the client. The
+    trained model is used without the shift. Any aggregation can be used.
 
-    Choices: the denominator of the softmax contains the true class, as in public code. The paper's
-    equation leaves it out; that loss has no lower bound, and training with it can diverge. A class
-    without samples counts as 1e-8 samples.
+    Choices: the denominator of the softmax contains the true class, as in the public code. The
+    paper's equation leaves it out; that loss has no lower bound, and training with it can diverge.
+    A class without samples counts as 1e-8 samples.
 
     Parameters
     ----------
@@ -44,11 +44,11 @@ class FedLC(LocalRule):
     true_class: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse a shift that favours rare classes."""
+        """Refuse a negative τ."""
         real(self.tau, "fedlc.tau", least=0)
 
     def facts(self) -> Mapping[str, Fact]:
-        """Count labels once; counts do not depend on the model."""
+        """Count labels once. The counts do not depend on the model."""
         return {"labels": Fact(sums=self.counts, then=self.shifts, model="first")}
 
     def counts(self, client: Client) -> Tree:
@@ -66,7 +66,7 @@ class FedLC(LocalRule):
         return {"shift": self.tau * sums["count"].clamp(min=_ABSENT) ** -0.25}
 
     def phases(self) -> Sequence[Phase]:
-        """One phase with calibrated logits."""
+        """Return one phase with calibrated logits."""
         return (Phase(loss=self.loss),)
 
     def loss(self, client: Client) -> Tensor:

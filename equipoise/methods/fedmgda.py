@@ -1,4 +1,4 @@
-"""FedMGDA+ (Hu et al., 2022): a step that lowers the loss of every client, as far as there is one."""
+"""FedMGDA+ (Hu et al., 2022): step in a direction that lowers the loss of every client."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from equipoise.tree import flat_rows
 @register("fedmgda", paper="Hu et al., IEEE TNSE 2022", sees=Sees.UPDATES)
 @dataclass(frozen=True)
 class FedMgda(Aggregation):
-    """Step along the shortest mixture of normalised updates: w ← w − η Σ λ_k Δ_k, with Δ_k = (w − w_k)/‖w − w_k‖.
+    """Step w ← w − η Σ λ_k Δ_k along the shortest mixture of normalised updates.
 
-    λ minimises ‖Σ λ_k Δ_k‖² over weights that sum to one, are not negative and differ from 1/|S| by
-    at most ε. A client whose update is zero has Δ_k = 0: with ε = 1 no step is better for all than
-    none, and w stays. Steps are at most η long, whatever the clients' learning rate. Buffers are
-    averaged with λ.
+    Δ_k is (w − w_k)/‖w − w_k‖. λ minimises ‖Σ λ_k Δ_k‖² over non-negative weights that sum to one
+    and differ from 1/|S| by at most ε. A client whose update is zero has Δ_k = 0. With ε = 1 no
+    step then improves all clients, and w does not change. The length of a step is at most η,
+    whatever the clients' learning rate. Buffers are averaged with λ.
 
     Parameters
     ----------
@@ -30,9 +30,9 @@ class FedMgda(Aggregation):
         ε in [0, 1]; 0 is the plain mean of normalised updates, 1 the multiple-gradient descent
         algorithm.
     lr : float
-        η, the length of a step all clients agree on.
+        η, the length of a step if all normalised updates are equal.
     decay : float
-        Factor of η a round.
+        Factor by which η is multiplied every round.
     """
 
     epsilon: float = 0.1
@@ -41,7 +41,7 @@ class FedMgda(Aggregation):
     ignores_prior = "FedMGDA+ weights clients by the shortest mixture of their updates"
 
     def __post_init__(self) -> None:
-        """Refuse a region or a step that is not defined."""
+        """Check the hyper-parameters."""
         if not 0 <= self.epsilon <= 1:
             raise InputError(f"fedmgda.epsilon must be in [0, 1], got {self.epsilon!r}")
         if not 0 < self.lr < float("inf"):
@@ -50,7 +50,7 @@ class FedMgda(Aggregation):
             raise InputError(f"fedmgda.decay must be above 0 and at most 1, got {self.decay!r}")
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Find the mixture and step along it."""
+        """Compute the mixture and step along it."""
         gram = inner_products(state, updates)
         mixture = torch.from_numpy(shortest_mixture(cosines(gram).numpy(), radius=self.epsilon))
         step = self.lr * self.decay**state.round * mixture * _inverse_lengths(gram)
@@ -74,7 +74,7 @@ def inner_products(state: State, updates: Updates) -> Tensor:
 
 
 def cosines(gram: Tensor) -> Tensor:
-    """Return the cosines of all pairs of vectors from their inner products; 0 where a vector is zero.
+    """Return the cosines of all pairs of vectors from their inner products; 0 for zero vectors.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""FedMix (Yoon et al., 2021): mixup with mean images of other clients, to first order."""
+"""FedMix (Yoon et al., 2021): mixup with mean images of other clients, in first order."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from equipoise.models.base import pixels
 from equipoise.random import Purpose, fold_tensor
 from equipoise.tree import Tree
 
-# A mean of fewer samples would be a sample.
+# A mean of fewer samples would reveal a sample.
 _FEWEST = 2
 
 
 @register("fedmix", paper="Yoon et al., ICLR 2021", sees=Sees.REPRESENTATIONS)
 @dataclass(frozen=True)
 class FedMix(LocalRule, Aggregation):
-    """Minimise the mixup loss of a client's images and the mean images of all clients, expanded to first order in λ.
+    """Minimise the first-order expansion in λ of mixup with the mean images of all clients.
 
     Before round 1 each client divides its training samples into parts of M_k and sends the mean
     image x̄ and the mean one-hot label ȳ of each part. The server sends all means to all clients,
@@ -36,8 +36,8 @@ class FedMix(LocalRule, Aggregation):
         (1 − λ) ℓ(f(x′), y) + λ ℓ(f(x′), ȳ) + λ ⟨∂/∂x′ (1 − λ) ℓ(f(x′), y), x̄⟩,  x′ = (1 − λ) x,
 
     for each sample. The derivative is that of the sample's own loss, so the last term has no factor
-    1/B (some public code differentiates the mean of a batch). Images of bytes are mixed as numbers
-    from 0 to 1.
+    1/B (some public code differentiates the mean of a batch). Images stored as bytes are scaled to
+    [0, 1] before they are mixed.
 
     Clients that join later receive the means but add none.
 
@@ -46,9 +46,9 @@ class FedMix(LocalRule, Aggregation):
     lam : float
         λ, at least 0 and below 1; 0 is FedAvg.
     means : int
-        How many means a client sends, so that M_k is its number of training samples divided by
-        this. A client with too few samples sends fewer means, so that each is the mean of two
-        samples or more.
+        Number of means that a client sends; M_k is its number of training samples divided by this.
+        A client with too few samples sends fewer means, so that each is the mean of two samples or
+        more.
     """
 
     lam: float = 0.05
@@ -68,12 +68,12 @@ class FedMix(LocalRule, Aggregation):
         parts = np.minimum(self.means, everyone.sizes // _FEWEST)
         if not parts.any():
             raise InputError(
-                f"fedmix needs a client with {_FEWEST} training samples or more to take a mean of"
+                f"fedmix needs at least one client with {_FEWEST} training samples or more"
             )
         each = {"parts": torch.from_numpy(parts), "size": torch.from_numpy(everyone.sizes)}
-        # The model is needed to know how many classes there are.
+        # The model is needed to determine the number of classes.
         sums = everyone.ask("sums_of_parts", model=state.model, each=each)
-        # Worked out from the registered sizes, which are checked; a number in an answer could be 0.
+        # Use the registered sizes, which are checked. A count in an answer could be 0.
         counts = sizes_of_parts(everyone.sizes, parts, self.means).to(sums["samples"])
         there = counts > 0
         samples = counts[there].unsqueeze(1)
@@ -81,11 +81,11 @@ class FedMix(LocalRule, Aggregation):
         return state.with_server(means={"x": (x.flatten(1) / samples).view_as(x), "y": y / samples})
 
     def admit(self, state: State, everyone: Cohort) -> State:
-        """Keep the means as they are: they have been sent."""
+        """Keep the means, which have already been sent."""
         return state
 
     def sums_of_parts(self, client: Client) -> Tree:
-        """Sum the images, the one-hot labels and the number of samples of each part of the client's samples."""
+        """Return the sums of images and one-hot labels, and the sizes, of each part; a question."""
         if client.y.is_floating_point() or client.y.dim() != 1:
             kind = str(client.y.dtype).removeprefix("torch.")
             raise InputError(
@@ -93,7 +93,7 @@ class FedMix(LocalRule, Aggregation):
                 f"{tuple(client.y.shape)}"
             )
         images = pixels(client.x, client.network.dtype)
-        # Questions know where samples are in the split.
+        # In a question, the positions of samples in the split are known.
         part = cast(Tensor, client.positions) * client.each["parts"] // client.each["size"]
         numbers = torch.arange(self.means, device=part.device)
         member = ((part.unsqueeze(1) == numbers) & (numbers < client.each["parts"])).to(
@@ -115,13 +115,13 @@ class FedMix(LocalRule, Aggregation):
         return {"model": state.model, "means": state.server["means"]}, {}
 
     def phases(self) -> Sequence[Phase]:
-        """One phase with the mixed loss."""
+        """Return one phase with the mixed loss."""
         return (Phase(loss=self.loss),)
 
     def loss(self, client: Client) -> Tensor:
         """Return the mixed loss of each sample."""
         means = client.sent["means"]
-        # Steps of training have a key.
+        # The key is always set in training steps.
         drawn = fold_tensor(cast(Tensor, client.forward.key), Purpose.AUGMENT).remainder(
             len(means["x"])
         )
@@ -143,12 +143,12 @@ class FedMix(LocalRule, Aggregation):
 
 
 def sizes_of_parts(sizes: NDArray[np.int64], parts: NDArray[np.int64], most: int) -> Tensor:
-    """Return how many samples each part of each client has; sample i of n is in part ⌊i · parts / n⌋.
+    """Return the size of each part of each client. Sample i of n is in part ⌊i · parts / n⌋.
 
     Parameters
     ----------
     sizes, parts : int array
-        How many samples each client has, and in how many parts they are divided.
+        Numbers of samples and of parts of each client.
     most : int
         The number of columns.
 

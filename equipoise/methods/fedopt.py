@@ -1,7 +1,7 @@
 """Server optimizers: FedAvgM (Hsu et al., 2019), FedAdam and FedYogi (Reddi et al., 2021).
 
-They treat Δ = w − Σ a_k w_k as a gradient. Only parameters are stepped; buffers are averaged as in
-FedAvg.
+They use Δ = w − Σ a_k w_k as a gradient. Only parameters are updated in this way; buffers are
+averaged as in FedAvg.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from equipoise.tree import Tree, tree_map
 
 
 def pseudo_gradient(state: State, updates: Updates, averaged: Tree) -> Tree:
-    """Return Δ = w − w̄ of the parameters the clients share."""
+    """Return Δ = w − w̄ of the shared parameters."""
     return {name: state.model[name] - averaged[name] for name in updates.params}
 
 
@@ -45,7 +45,7 @@ class FedAvgM(Aggregation):
     variant: str = "hsu"
 
     def __post_init__(self) -> None:
-        """Refuse an unknown variant, and values outside the paper's range."""
+        """Refuse an unknown variant and values outside the paper's range."""
         if self.variant not in ("hsu", "dampened", "nesterov"):
             raise unknown("fedavgm.variant", self.variant, ("hsu", "dampened", "nesterov"))
         within(self.momentum, "fedavgm.momentum", 0, 1, below=True)
@@ -67,7 +67,9 @@ class FedAvgM(Aggregation):
 
 @dataclass(frozen=True)
 class _Adaptive(Aggregation):
-    """What FedAdam and FedYogi share: m ← β₁m + (1−β₁)Δ, a rule for v, w ← w − η m / (√v + τ), v₀ = τ².
+    """Common part of FedAdam and FedYogi: w ← w − η m / (√v + τ), with m ← β₁m + (1−β₁)Δ.
+
+    v starts at τ², and its update differs between the two.
 
     Parameters
     ----------
@@ -97,14 +99,14 @@ class _Adaptive(Aggregation):
             raise InputError(f"{self.name}.tau must be above 0, got {self.tau!r}")
 
     def second_moment(self, v: Tensor, delta: Tensor) -> Tensor:
-        """Follow the squared pseudo-gradient."""
+        """Return the new v from the squared pseudo-gradient."""
         square = delta.square()
         if self.yogi:
             return v - (1 - self.beta2) * square * torch.sign(v - square)
         return self.beta2 * v + (1 - self.beta2) * square
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Step with a learning rate of its own for every parameter."""
+        """Step with an adaptive learning rate for every parameter."""
         averaged = mix(updates, cohort.prior)
         delta = pseudo_gradient(state, updates, averaged)
         first = state.server.get("first") or tree_map(torch.zeros_like, delta)

@@ -1,4 +1,4 @@
-"""FedPer (Arivazhagan et al., 2019): shared features, and a head of each client's own."""
+"""FedPer (Arivazhagan et al., 2019): shared features, and a personal head per client."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from equipoise.methods import register
 class FedPer(LocalRule):
     """Train features and head together; the head stays with the client.
 
-    All heads begin alike, and there is no global head: ``evaluation.average_kept`` measures a
+    All heads start equal, and there is no global head. ``evaluation.average_kept`` evaluates a
     global model with the mean of the clients' heads. A client that has never taken part trains a
-    head on the features as they are.
+    head on the received features.
     """
 
     keeps = "head"

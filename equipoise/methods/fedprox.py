@@ -1,4 +1,4 @@
-"""FedProx (Li et al., 2020): local training that stays near the received model."""
+"""FedProx (Li et al., 2020): local training that stays close to the received model."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class FedProx(LocalRule):
     mu: float = 0.1
 
     def __post_init__(self) -> None:
-        """Refuse a term that would push clients apart."""
+        """Refuse a negative μ."""
         if not self.mu >= 0:
             raise InputError(f"fedprox.mu must be at least 0, got {self.mu!r}")
 
     @property
     def proximal(self) -> float:  # type: ignore[override]
-        """μ, for FedNova."""
+        """Return μ, which FedNova needs."""
         return self.mu
 
     def phases(self) -> Sequence[Phase]:
-        """One phase with the proximal loss."""
+        """Return one phase with the proximal loss."""
         return (Phase(loss=self.loss),)
 
     def loss(self, client: Client) -> Tensor:

@@ -1,4 +1,4 @@
-"""FedRep (Collins et al., 2021): a head fitted to the shared features first, then a short step of the features."""
+"""FedRep (Collins et al., 2021): train a personal head first, then the shared features."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from equipoise.methods import register
 @register("fedrep", paper="Collins et al., ICML 2021")
 @dataclass(frozen=True)
 class FedRep(LocalRule):
-    """Train the client's own head on the received features, then the features under that head; the head stays.
+    """Train the client's head on the received features, then the features with that head.
 
-    The paper counts n local epochs of which the last is the features'; here they are said apart.
-    All heads begin alike, and there is no global head: ``evaluation.average_kept`` measures a
-    global model with the mean of the clients' heads. A client that has never taken part does the
-    first of the two steps.
+    The head stays with the client. The paper has n local epochs, the last of which trains the
+    features; here the two numbers are set separately. All heads start equal, and there is no global
+    head. ``evaluation.average_kept`` evaluates a global model with the mean of the clients' heads.
+    A client that has never taken part makes only the first of the two steps.
 
     Parameters
     ----------
     head_epochs : int, optional
-        Epochs of the head; by default what the training settings say.
+        Number of epochs of the head; by default that of the training settings.
     features_epochs : int
-        Epochs of the features.
+        Number of epochs of the features.
     """
 
     head_epochs: int | None = None
@@ -33,13 +33,13 @@ class FedRep(LocalRule):
     keeps = "head"
 
     def __post_init__(self) -> None:
-        """Refuse what is no number of epochs."""
+        """Check the numbers of epochs."""
         for name in ("head_epochs", "features_epochs"):
             if (epochs := getattr(self, name)) is not None:
                 count(epochs, f"fedrep.{name}")
 
     def phases(self) -> Sequence[Phase]:
-        """Move the head, then the features."""
+        """Train the head, then the features."""
         return *self.adapt(), Phase(move="features", epochs=self.features_epochs)
 
     def adapt(self) -> Sequence[Phase]:

@@ -1,4 +1,4 @@
-"""FedSAM (Qu et al., 2022; Caldarola et al., 2022): clients look for flat minima."""
+"""FedSAM (Qu et al., 2022; Caldarola et al., 2022): sharpness-aware minimization on clients."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from equipoise.tree import norms, scaled
 
 @dataclass(frozen=True)
 class SharpnessGradient:
-    """The gradient at w + ε, where ε is the step of length ρ that raises the loss most: ε = ρ g/‖g‖, g = ∇f(w).
+    """The gradient at w + ε, with ε = ρ g/‖g‖ and g = ∇f(w).
 
-    The norm is taken over all parameters that move, of each client separately. Both gradients are
-    taken on the same batch. If g is 0, so is ε.
+    ε is the step of length ρ that increases the loss most, in first order. The norm is taken over
+    all trained parameters, for each client separately. Both gradients are taken on the same batch.
+    If g is 0, so is ε.
 
     The adaptive form (ASAM, Kwon et al., 2021) is ε = ρ T² g/‖T g‖ with T = |w| + η, element by
     element and for all parameters. (Public code scales the tensors called "weight" only.)
@@ -29,7 +30,7 @@ class SharpnessGradient:
     rho : float
         ρ.
     eta : float, optional
-        η of the adaptive form; without it the form is not adaptive.
+        η of the adaptive form. By default the form is not adaptive.
 
     Examples
     --------
@@ -47,7 +48,7 @@ class SharpnessGradient:
     def __call__(
         self, values: Sequence[Value], params: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Take the gradient; the losses are those at w."""
+        """Return the losses at w and the gradient."""
         losses, climb = plain_gradient(values[0], params)
         if self.eta is not None:
             scale = [w.detach().abs() + self.eta for w in params]
@@ -65,7 +66,7 @@ class SharpnessGradient:
 class FedSam(LocalRule):
     """Minimise the largest loss within a distance ρ of w: step along the gradient at w + ρ g/‖g‖.
 
-    A step costs two gradients. See :class:`SharpnessGradient`. BatchNorm statistics and the
+    A step needs two gradients. See :class:`SharpnessGradient`. BatchNorm statistics and the
     reported training loss are those at w.
 
     Parameters
@@ -88,5 +89,5 @@ class FedSam(LocalRule):
         real(self.eta, "fedsam.eta", least=0)
 
     def phases(self) -> Sequence[Phase]:
-        """One phase with the gradient at w + ε."""
+        """Return one phase with the gradient at w + ε."""
         return (Phase(gradient=SharpnessGradient(self.rho, self.eta if self.adaptive else None)),)

@@ -1,4 +1,4 @@
-"""FFT-GP (FITEE 2024): weights under which all clients' generalization gaps are equal, and clients that train by BGP."""
+"""FFT-GP (FITEE 2024): weights that equalise generalization gaps, and local training by BGP."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from equipoise.methods.ga import GeneralizationAdjustment, generalization_adjust
 @register("faa", paper="FFT-GP, FITEE 2024", sees=Sees.SCALARS)
 @dataclass(frozen=True)
 class FairnessAwareAggregation(GeneralizationAdjustment):
-    """Take each gap for linear in its client's weight, and choose the weights that make all gaps equal (eqs. 8-11).
+    """Choose the weights that make all generalization gaps equal (eqs. 8-11).
 
-    The cohort is asked for its validation metric twice, inside ``combine``: of the average under a,
-    and of the average under a′, a step of GA away. With slopes K_k = (a′_k − a_k)/(G_k − G′_k) the
-    gaps meet at G* = Σ K_k G_k / Σ K_k, and a*_k = a_k + K_k (G_k − G*). See
-    :func:`equal_gap_weights` for what happens where that is not defined.
+    Each gap is assumed to be linear in its client's weight. The cohort is asked for its validation
+    metric twice, inside ``combine``: for the average with weights a, and for the average with
+    weights a′ after a step of GA. With slopes K_k = (a′_k − a_k)/(G_k − G′_k) all gaps equal
+    G* = Σ K_k G_k / Σ K_k for a*_k = a_k + K_k (G_k − G*). See :func:`equal_gap_weights` for the
+    cases in which this is not defined.
 
     Parameters
     ----------
     step, decay, centred, metric
-        As in GA, which makes a′.
+        As in GA, which computes a′.
     every : int
-        Ask in the last of every n rounds, and let GA adjust the weights in the others, which costs
-        no message (table 15).
+        Ask in the last of every n rounds, and adjust the weights with GA in the others, which needs
+        no further message (table 15).
     slope_limit : float, optional
-        The largest K; by default there is none.
+        Upper limit of K; by default there is none.
     """
 
     every: int = 1
@@ -46,7 +47,7 @@ class FairnessAwareAggregation(GeneralizationAdjustment):
             real(self.slope_limit, f"{self.name}.slope_limit")
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Measure gaps under two sets of weights, and solve for those that equalise them."""
+        """Measure gaps with two sets of weights, and solve for weights that equalise them."""
         if (state.round + 1) % self.every:
             return super().combine(state, updates, cohort)
         a = self.weights(state, cohort)
@@ -55,14 +56,14 @@ class FairnessAwareAggregation(GeneralizationAdjustment):
         nudged_gap = self._measured(state, updates, cohort, nudged)
         slope = slopes(a, gap, nudged, nudged_gap, self.slope_limit)
         fair = equal_gap_weights(a, gap, slope, nudged)
-        # Figure 2 shows one against the other: slopes alone do not say what was cut off at 0.
+        # Figure 2 plots one against the other. Slopes alone do not show what was clipped at 0.
         changes = {"weight_changes": nudged - a, "gap_changes": nudged_gap - gap}
         return self.finished(state, updates, cohort, fair).with_notes(
             weights=fair, gaps=gap, slopes=slope, **changes
         )
 
     def _measured(self, state: State, updates: Updates, cohort: Cohort, weights: Tensor) -> Tensor:
-        """Return the gaps of the average under some weights."""
+        """Return the gaps of the average with some weights."""
         measured = cohort.evaluate({**state.model, **mix(updates, weights)}, "val")
         metric = cohort.score if self.metric == "score" else "loss"
         return self.gap(measured[metric], updates.reports[self.needs[1]], cohort)
@@ -71,7 +72,7 @@ class FairnessAwareAggregation(GeneralizationAdjustment):
 @register("fftgp", paper="FFT-GP, FITEE 2024", sees=Sees.SCALARS)
 @dataclass(frozen=True)
 class FFTGP(BalancedTraining, FairnessAwareAggregation):
-    """Let clients train by BGP (algorithm 2), and average their models with the weights of FAA (algorithm 1).
+    """Train clients with BGP (algorithm 2), and average with the weights of FAA (algorithm 1).
 
     Parameters
     ----------
@@ -82,7 +83,7 @@ class FFTGP(BalancedTraining, FairnessAwareAggregation):
     """
 
     def __post_init__(self) -> None:
-        """Refuse what either part refuses."""
+        """Check the hyper-parameters of both parts."""
         BalancedTraining.__post_init__(self)
         FairnessAwareAggregation.__post_init__(self)
 
@@ -90,10 +91,10 @@ class FFTGP(BalancedTraining, FairnessAwareAggregation):
 def slopes(
     a: Tensor, gap: Tensor, nudged: Tensor, nudged_gap: Tensor, limit: float | None = None
 ) -> Tensor:
-    """Return K_k = (a′_k − a_k)/(G_k − G′_k), how much weight lowers a client's gap by one.
+    """Return K_k = (a′_k − a_k)/(G_k − G′_k), the weight that lowers a client's gap by one.
 
-    It is 0 where a client has no gap, where the gap did not change, and where it is negative: there
-    more weight would widen the gap, which the linear relation rules out.
+    K_k is 0 if a client has no gap, if the gap did not change, or if the quotient is negative. In
+    the last case more weight would increase the gap, which contradicts the linear model.
 
     Examples
     --------
@@ -108,24 +109,24 @@ def slopes(
 
 
 def equal_gap_weights(a: Tensor, gap: Tensor, slope: Tensor, otherwise: Tensor) -> Tensor:
-    """Return the weights a*_k = a_k + K_k (G_k − G*), under which all gaps are G*.
+    """Return the weights a*_k = a_k + K_k (G_k − G*), for which all gaps are G*.
 
     Parameters
     ----------
     a : Tensor
         The weights, summing to one.
     gap : Tensor
-        G under those weights; NaN for clients that have none, whose K is 0.
+        G with these weights; NaN for clients without a gap, whose K is 0.
     slope : Tensor
         K, none negative; see :func:`slopes`.
     otherwise : Tensor
-        What to return if all slopes are 0, so that no weights are known to equalise anything.
+        What to return if all slopes are 0, so that G* is not defined.
 
     Returns
     -------
     Tensor
-        On the simplex. Where an a*_k lies outside [0, 1] it is clipped and all are scaled, and gaps
-        are then not quite equal.
+        Weights on the simplex. Values a*_k outside [0, 1] are clipped, and all are then scaled to
+        sum to one, so gaps are only approximately equal.
 
     Examples
     --------

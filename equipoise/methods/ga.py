@@ -1,4 +1,4 @@
-"""GA (Zhang et al., 2023): clients whose models lose most when they are averaged gain weight."""
+"""GA (Zhang et al., 2023): clients with large generalization gaps get larger weights."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from equipoise.methods import register
 @register("ga", paper="Zhang et al., CVPR 2023", sees=Sees.SCALARS)
 @dataclass(frozen=True)
 class GeneralizationAdjustment(Aggregation):
-    """Raise a_k by d_r (G_k − Ḡ) / max_j |G_j − Ḡ|, with G_k how much worse the global model is than the client's own.
+    """Increase a_k by d_r (G_k − Ḡ) / max_j |G_j − Ḡ|, where G_k is client k's generalization gap.
 
-    Both are measured on the client's validation split: its own model θ_k after training in round r
-    − 1, and the global model it receives in round r. So a round costs no further message. Weights
-    begin equal and stay on the simplex: they are clipped at 0 and scaled to the sum they had. With
-    centred gaps they stay as they are if all gaps are equal.
+    The gap G_k is the loss of the global model minus that of the client's own model. Both are
+    measured on the client's validation split: the own model θ_k after training in round r − 1, and
+    the global model that the client receives in round r. Therefore a round needs no further
+    message. Weights start equal and stay on the simplex: they are clipped at 0 and scaled to their
+    previous sum. With centred gaps they do not change if all gaps are equal.
 
-    A client without validation data, or that did not take part in the round before, has no gap and
-    keeps its weight. In a cohort that is a part of all clients, weights are scaled to sum to one.
+    A client that has no validation data, or did not take part in the previous round, has no gap and
+    keeps its weight. If only some clients take part, their weights are scaled to sum to one.
 
     Parameters
     ----------
@@ -34,8 +35,8 @@ class GeneralizationAdjustment(Aggregation):
     centred : bool
         Whether gaps are centred (the paper), or not (its public code).
     metric : {"loss", "score"}
-        What gaps are differences of; a gap in a score that should be high is the client's own less
-        the global model's.
+        The metric of the gaps. If a higher score is better, the gap is the client's own score minus
+        that of the global model.
     """
 
     step: float = 0.2
@@ -46,20 +47,20 @@ class GeneralizationAdjustment(Aggregation):
     needs_everyone = True
 
     def __post_init__(self) -> None:
-        """Refuse a step that leads nowhere."""
+        """Check the hyper-parameters."""
         real(self.step, f"{self.name}.step")
         one_of(self.metric, ("loss", "score"), f"{self.name}.metric")
 
     @property
     def needs(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The metric of the received and of the client's own model on its validation split."""
+        """Return the validation metrics of the received model and of the client's own."""
         return f"val_{self.metric}_before", f"val_{self.metric}_after"
 
     def begin(self, state: State, everyone: Cohort) -> State:
-        """Begin with equal weights."""
+        """Start with equal weights."""
         ids = torch.from_numpy(everyone.ids)
         weight = torch.full((len(ids),), 1 / len(ids), dtype=torch.float64)
-        # ``round``: when the client took part last, counted from 1.
+        # ``round`` is the last round in which the client took part, counted from 1.
         clients = {
             "ids": ids,
             "weight": weight,
@@ -69,7 +70,7 @@ class GeneralizationAdjustment(Aggregation):
         return state.with_server(clients=clients)
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Adjust the weights by the gaps of the round before, and average with them."""
+        """Adjust the weights by the gaps of the previous round, and average with them."""
         clients, here = state.server["clients"], locate(state.server["clients"], cohort)
         gap = self.gap(updates.reports[self.needs[0]], clients["own"][here], cohort)
         gap = torch.where(clients["round"][here] == state.round, gap, torch.nan)
@@ -81,14 +82,14 @@ class GeneralizationAdjustment(Aggregation):
         )
 
     def weights(self, state: State, cohort: Cohort) -> Tensor:
-        """Return the cohort's weights, summing to one; equal ones if all have been lowered to 0."""
+        """Return the cohort's weights, summing to one; equal ones if all are 0."""
         weight = state.server["clients"]["weight"][locate(state.server["clients"], cohort)]
         return (
             weight / weight.sum() if weight.sum() > 0 else torch.full_like(weight, 1 / len(weight))
         )
 
     def gap(self, together: Tensor, alone: Tensor, cohort: Cohort) -> Tensor:
-        """Return how much worse the global model is than the client's own, ``[K]``."""
+        """Return the gaps ``[K]`` between the global model and the clients' own."""
         higher_is_better = self.metric == "score" and cohort.higher_is_better
         return alone - together if higher_is_better else together - alone
 
@@ -97,7 +98,7 @@ class GeneralizationAdjustment(Aggregation):
         return self.step * (1 - state.round / cohort.rounds) if self.decay else self.step
 
     def finished(self, state: State, updates: Updates, cohort: Cohort, weights: Tensor) -> State:
-        """Average, and keep the weights and what clients reported of their own models."""
+        """Average, and store the weights and the reported metrics of the clients' own models."""
         clients, here = state.server["clients"], locate(state.server["clients"], cohort)
         kept = {
             "weight": weights * clients["weight"][here].sum(),
@@ -111,23 +112,23 @@ class GeneralizationAdjustment(Aggregation):
 def generalization_adjustment(
     weights: Tensor, gaps: Tensor, step: float, centred: bool = True
 ) -> Tensor:
-    """Raise the weights of clients with large gaps, and lower the others'.
+    """Increase the weights of clients with large gaps, and decrease those of the others.
 
     Parameters
     ----------
     weights : Tensor
-        a, one a client.
+        a, one per client.
     gaps : Tensor
-        G; NaN for clients that have none, whose weights stay.
+        G; NaN for clients without a gap, whose weights do not change.
     step : float
-        The most a weight may rise before all are scaled.
+        The largest increase of a weight, before all are scaled.
     centred : bool
         Whether to subtract the mean of the gaps first.
 
     Returns
     -------
     Tensor
-        The new weights, none negative, with the sum of the old ones.
+        The new weights, non-negative, with the same sum as the old ones.
 
     Examples
     --------
@@ -140,7 +141,7 @@ def generalization_adjustment(
         return weights
     deviations = gaps[known] - gaps[known].mean() if centred else gaps[known]
     largest = deviations.abs().max()
-    # Deviations of equal gaps are rounding; divided by the largest of them they would count.
+    # Equal gaps deviate from their mean only by rounding, which the division would magnify.
     if largest <= 1e-12 * gaps[known].abs().max():
         return weights
     raised = (weights[known] + step * deviations / largest).clamp(0, 1)

@@ -1,4 +1,4 @@
-"""GIFAIR-FL (Yue, Nouiehed and Al Kontar, 2022): groups with higher losses take longer steps."""
+"""GIFAIR-FL (Yue, Nouiehed and Al Kontar, 2022): larger steps for groups with higher losses."""
 
 from __future__ import annotations
 
@@ -33,56 +33,56 @@ from equipoise.methods import register
 from equipoise.tree import PERSONAL, Parts, Tree
 
 log = logging.getLogger("equipoise")
-# A factor that is nearer to one changes little; clients with a smaller share of all samples are
-# few.
+# A factor that differs from one by less than _LITTLE changes little. Clients with a smaller share
+# of all samples than _FEW are ignored.
 _LITTLE, _FEW = 0.01, 0.01
 
 
 @register("gifair", paper="Yue et al., INFORMS Journal on Data Science 2022", sees=Sees.SCALARS)
 @dataclass(frozen=True)
 class Gifair(LocalRule, Aggregation):
-    """Minimise Σ p_k F_k(θ) + λ Σ_{i<j} |L_i(θ) − L_j(θ)|, with L_i the mean loss of the clients A_i of group i.
+    """Minimise Σ p_k F_k(θ) + λ Σ_{i<j} |L_i(θ) − L_j(θ)|.
 
-    By Lemma 1 client k then minimises (1 + λ r_k/(p_k |A_{s_k}|)) F_k, where s_k is its group, p_k
-    its share of all training samples and r_k = Σ_j sign(L_{s_k} − L_j), so groups of equal loss
-    share one r. The factor scales the client's steps, whatever its optimizer, and is all that is
-    sent besides θ (Remark 3). With d groups it stays positive for λ < λ_max = min_k p_k
-    |A_{s_k}|/(d − 1). A group's weight Σ p_k changes by λ r, so by less than the smallest p_k
-    |A_{s_k}|: with one very small group, weights change little, and a warning says so before round
-    1.
+    L_i is the mean loss of the clients A_i of group i. By Lemma 1, client k then minimises
+    (1 + λ r_k/(p_k |A_{s_k}|)) F_k, where s_k is its group, p_k its share of all training samples
+    and r_k = Σ_j sign(L_{s_k} − L_j). Groups of equal loss thus have the same r. The factor scales
+    the client's steps, whatever its optimizer, and is all that is sent besides θ (Remark 3). With d
+    groups it is positive for λ < λ_max = min_k p_k |A_{s_k}|/(d − 1). The weight Σ p_k of a group
+    changes by λ r, which is less than the smallest p_k |A_{s_k}|. With one very small group the
+    weights therefore change little; a warning is logged before round 1.
 
-    The server moves θ by (K/|S|) Σ_k p_k (θ_k − θ) over the cohort S, which suits uniform sampling
-    (Remark 2). With ``weights: uniform`` and ``sampling: size`` it takes the plain mean of clients
-    drawn by p_k (Algorithm 2). Clients that have not yet taken part count with their loss of the
-    first model, asked for before round 1.
+    The server updates θ by (K/|S|) Σ_k p_k (θ_k − θ) over the cohort S, which is unbiased for
+    uniform sampling (Remark 2). With ``weights: uniform`` and ``sampling: size`` it is the plain
+    mean of clients drawn by p_k (Algorithm 2). For clients that have not yet taken part, the loss
+    of the first model is used, which all clients report before round 1.
 
     Parameters
     ----------
     lam : float
-        λ, as a fraction of λ_max in [0, 1), or as it is; 0 is FedAvg.
+        λ, as a fraction of λ_max in [0, 1) or absolute; 0 is FedAvg.
     relative : bool
         Whether ``lam`` is a fraction of λ_max.
     fairness : {"group", "individual"}
-        Between the federation's groups, or between clients, each a group of its own. With
-        ``index``, groups are clusters of clients.
+        Fairness between the federation's groups, or between clients, with each client as its own
+        group. With ``index``, groups are clusters of clients.
     exact : bool
-        Whether the cohort is asked again for its losses, at the new θ (section 3.3), instead of
-        reporting those of its own θ_k.
+        Whether the cohort evaluates the new θ in a second message (section 3.3), instead of
+        reporting the losses of its own θ_k.
     personal : bool
         GIFAIR-FL-Per (Algorithm 3): clients keep their θ_k as personal models.
     index : str, optional
-        The file of a client index (:class:`~equipoise.client_index.ClientIndex`), for data that
-        name no groups: groups are clusters of the index. Only the server reads it. The notes of a
-        round give the group of each client.
+        The file of a client index (:class:`~equipoise.client_index.ClientIndex`), for data without
+        groups: the groups are clusters of the index. Only the server reads the file. The notes of a
+        round contain the group of each client.
     compare : {"both", "features", "labels"}
         Which part of the index is clustered.
     clusters : int
-        How many groups the index is divided into, or the largest number to choose from.
+        Number of clusters of the index, or the largest number to choose from.
     clustering, choice : str
-        How; see :func:`equipoise.clustering.cluster_points`.
+        How to cluster; see :func:`equipoise.clustering.cluster_points`.
     digest : str, optional
-        The hash of the index in the file. It is filled in, so that a run is not resumed with
-        another index.
+        The hash of the index in the file. It is filled in automatically, so that a run cannot be
+        resumed with another index.
     """
 
     lam: float = 0.5
@@ -97,7 +97,7 @@ class Gifair(LocalRule, Aggregation):
     choice: str = "bic"
     digest: str | None = None
     lasting = ("loss",)
-    ignores_prior = "GIFAIR uses the clients' shares of all samples, whoever takes part"
+    ignores_prior = "GIFAIR uses the clients' shares of all samples, whichever clients take part"
     needs_everyone = True
 
     def __post_init__(self) -> None:
@@ -112,13 +112,14 @@ class Gifair(LocalRule, Aggregation):
             raise InputError(f"gifair.lam must be {valid}, got {self.lam!r}")
         if self.exact and self.personal:
             raise InputError(
-                "gifair.exact asks for losses of the global model, but gifair.personal ranks those "
-                "of personal models"
+                "gifair.exact uses losses of the global model, but gifair.personal uses those of "
+                "personal models; set one of them"
             )
 
         if self.index is not None and self.fairness != "group":
             raise InputError(
-                "gifair.index makes groups of clients, but gifair.fairness='individual' has none"
+                "gifair.index makes groups of clients, but gifair.fairness='individual' has no "
+                "groups; valid: fairness='group'"
             )
         one_of(self.compare, COMPARED, "gifair.compare")
         count(self.clusters, "gifair.clusters")
@@ -128,12 +129,12 @@ class Gifair(LocalRule, Aggregation):
 
     @property
     def needs(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The losses of the θ_k, unless those of the new θ are asked for."""
+        """Return the losses of the θ_k, unless ``exact`` is set."""
         return () if self.exact else ("loss_after",)
 
     @property
     def keeps(self) -> Parts:  # type: ignore[override]
-        """The θ_k, if they are wanted as personal models."""
+        """Return the θ_k, if they are personal models."""
         return "personal" if self.personal else ()
 
     def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
@@ -149,17 +150,17 @@ class Gifair(LocalRule, Aggregation):
         return (Phase(move="personal", loss=personal_loss),) if self.personal else ()
 
     def begin(self, state: State, everyone: Cohort) -> State:
-        """Ask everyone for the loss of the first model, and work out λ/(p_k |A|), which r_k is multiplied with."""
+        """Ask all clients for the loss of the first model, and compute λ/(p_k |A|)."""
         groups = self._groups(everyone)
         _, group, members = np.unique(groups, return_inverse=True, return_counts=True)
         share = torch.from_numpy(everyone.sizes / everyone.sizes.sum() * members[group])
         largest = float(share.min()) / (len(members) - 1) if len(members) > 1 else float("inf")
         if not self.relative and self.lam >= largest:
             raise InputError(
-                f"gifair.lam must be below λ_max = {largest:.6g} for this federation, or some "
-                f"client would walk uphill; got {self.lam!r}"
+                f"gifair.lam must be below λ_max = {largest:.6g} for this federation, so that the "
+                f"factors of all clients are positive; got {self.lam!r}"
             )
-        # With a single group r is 0, and no λ is too large.
+        # With a single group r is 0, so any λ is valid.
         strength = self.lam * largest if self.relative and len(members) > 1 else self.lam
         if self.lam and len(members) > 1 and not state.round:
             _say_if_little_changes(everyone, share, strength, largest, len(members))
@@ -173,7 +174,7 @@ class Gifair(LocalRule, Aggregation):
         return state.with_server(clients=clients)
 
     def _groups(self, everyone: Cohort) -> NDArray[np.int64]:
-        """Return the group of each client: its cluster, the one in the data, or itself."""
+        """Return the group of each client: its cluster, its group in the data, or itself."""
         if self.index is None:
             return everyone.groups if self.fairness == "group" else everyone.ids
         points = index_points(self.index, everyone.ids, self.compare)
@@ -191,7 +192,7 @@ class Gifair(LocalRule, Aggregation):
         }
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Move θ, and store the cohort's losses."""
+        """Update θ, and store the cohort's losses."""
         clients, here = state.server["clients"], locate(state.server["clients"], cohort)
         weights = clients["prior"][here] * len(clients["ids"]) / len(here)
         new = state.with_global(shift(state, updates, weights, cohort.prior))
@@ -207,7 +208,7 @@ class Gifair(LocalRule, Aggregation):
 def _say_if_little_changes(
     everyone: Cohort, share: Tensor, strength: float, largest: float, groups: int
 ) -> None:
-    """Say so if clients with 99 % of all samples have factors within 1 % of one, whatever the losses."""
+    """Log a warning if clients with 99 % of all samples always have factors within 1 % of one."""
     reach = strength * (groups - 1) / share
     affected = float(everyone.sizes[(reach > _LITTLE).numpy()].sum() / everyone.sizes.sum())
     if affected <= _FEW:
@@ -223,17 +224,17 @@ def _say_if_little_changes(
 
 
 def ordering(losses: Tensor) -> Tensor:
-    """Return r_i = Σ_j sign(L_i − L_j): how many losses are lower, less how many are higher.
+    """Return r_i = Σ_j sign(L_i − L_j): the number of lower losses minus that of higher losses.
 
     Parameters
     ----------
     losses : Tensor
-        One loss a group.
+        One loss per group.
 
     Returns
     -------
     Tensor
-        One whole number a group, as float64; groups of equal loss have the same.
+        One integer per group, as float64; groups of equal loss have the same.
 
     Examples
     --------

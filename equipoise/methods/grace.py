@@ -1,4 +1,4 @@
-"""GRACE (Zhang et al., 2023): clients align with the received model, and the server with what clients agree on."""
+"""GRACE (Zhang et al., 2023): feature alignment on clients, and weights by gradient alignment."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ SIMILARITIES = ("model", "tensors", "early_tensors")
 @register("grace", paper="Zhang et al., MICCAI 2023", sees=Sees.UPDATES)
 @dataclass(frozen=True)
 class Grace(BalancedTraining, Aggregation):
-    """Weight clients by how much their updates point the way of the others', and train them with an alignment.
+    """Weight clients by the cosines between their updates, and train them with an alignment loss.
 
-    The server takes g_k = w − w_k and c_k, the mean of cos(g_k, g_j) over the other clients j, and
-    steps to w − η_s Σ a_k g_k with a_k ∝ p_k c_k, where p_k is the share of training samples. See
-    :func:`agreement_weights` for negative cosines. Buffers are averaged with a. A client with g_k =
-    0 has cosines of 0.
+    The server computes g_k = w − w_k and c_k, the mean of cos(g_k, g_j) over the other clients j,
+    and steps to w − η_s Σ a_k g_k with a_k ∝ p_k c_k, where p_k is the share of training samples.
+    See :func:`agreement_weights` for negative cosines. Buffers are averaged with a. A client with
+    g_k = 0 has cosines of 0.
 
-    Clients train as in BGP with ``restore``, as in the authors' code: on halves of batches, without
-    moving to where the gradient is taken. That code aligns by a contrastive loss; its CORAL loss is
-    not public, so that of BGP is used.
+    Clients train as in BGP with ``restore``, as in the authors' code: on halves of batches, with
+    the gradient at w′ applied to w. That code aligns features with a contrastive loss. Its CORAL
+    loss is not public, so that of BGP is used.
 
     Parameters
     ----------
     align, alignment, restore, meta
         As in BGP. The code's default weight is 1; its documented commands set 0.1.
     similarity : {"model", "tensors", "early_tensors"}
-        Of what cosines are taken: of the updates as a whole; of each of their tensors, whose
-        cosines are averaged; or the same with weights that fall linearly from the first tensor to 0
-        for the last.
+        How cosines are computed: of whole updates; as the mean over their tensors; or as a weighted
+        mean over their tensors, with weights that fall linearly from the first tensor to 0 for the
+        last.
     server_lr : float
         η_s, above 0.
     """
@@ -47,7 +47,7 @@ class Grace(BalancedTraining, Aggregation):
     server_lr: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse values that cannot be carried out."""
+        """Check the hyper-parameters."""
         super().__post_init__()
         real(self.server_lr, f"{self.name}.server_lr")
         one_of(self.similarity, SIMILARITIES, f"{self.name}.similarity")
@@ -68,14 +68,14 @@ def mean_cosines(state: State, updates: Updates, similarity: str = "model") -> T
     state : State
         Holds the model that the updates start from.
     updates : Updates
-        What the cohort sent.
+        The updates of the cohort.
     similarity : {"model", "tensors", "early_tensors"}
         As in :class:`Grace`.
 
     Returns
     -------
     Tensor
-        ``[K]``; 1 for a client alone.
+        ``[K]``; 1 for a single client.
 
     Examples
     --------
@@ -88,7 +88,7 @@ def mean_cosines(state: State, updates: Updates, similarity: str = "model") -> T
     else:
         compared = [Updates({name: rows}, {}, {}, {}) for name, rows in updates.params.items()]
     by_tensor = torch.stack([cosines(inner_products(state, part)) for part in compared])
-    # A model of one tensor has no later ones, so its only weight must not be 0.
+    # The weight of the last tensor is 0, except if it is the only one.
     late = 0.0 if similarity == "early_tensors" and len(compared) > 1 else 1.0
     weights = torch.linspace(1.0, late, len(compared), dtype=torch.float64)
     between = torch.einsum("t,tkj->kj", weights / weights.sum(), by_tensor)
@@ -99,23 +99,23 @@ def mean_cosines(state: State, updates: Updates, similarity: str = "model") -> T
 
 
 def agreement_weights(prior: Tensor, agreement: Tensor) -> Tensor:
-    """Return weights in proportion to the prior times the cosines, made positive first.
+    """Return weights in proportion to the prior times the cosines, after making these positive.
 
-    If the smallest cosine is negative, it is subtracted from all and 0.001 added. (The authors'
-    code then divides by the largest if that is above 1, which changes nothing, because weights are
-    scaled to sum to one.)
+    If the smallest cosine is negative, it is subtracted from all cosines, and 0.001 is added. (The
+    authors' code then divides by the largest if that is above 1. This has no effect, because
+    weights are scaled to sum to one.)
 
     Parameters
     ----------
     prior : Tensor
-        p, one weight a client.
+        p, one weight per client.
     agreement : Tensor
         c; see :func:`mean_cosines`.
 
     Returns
     -------
     Tensor
-        On the simplex; the prior if all cosines are 0.
+        Weights on the simplex; the prior if all cosines are 0.
 
     Examples
     --------

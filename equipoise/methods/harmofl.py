@@ -1,4 +1,4 @@
-"""HarmoFL (Jiang, Wang and Dou, 2022): images of equal amplitudes, and flat minima."""
+"""HarmoFL (Jiang, Wang and Dou, 2022): images with equal amplitudes, and flat minima."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ _AMPLITUDE = "inputs.amplitude"
 @register("harmofl", paper="Jiang et al., AAAI 2022", sees=Sees.SUMS)
 @dataclass(frozen=True)
 class HarmoFL(LocalRule, Aggregation):
-    """Give the images of all clients the same mean amplitudes Ã, and train at perturbed weights.
+    """Replace the amplitudes of all images with their mean Ã, and train at perturbed weights.
 
-    The method puts a layer before the model that replaces the amplitudes of each image by Ã and
+    The method adds a layer before the model that replaces the amplitudes of each image with Ã and
     keeps its phases (:class:`~equipoise.models.fourier.AmplitudeNorm`). Local steps use the
     gradient at w + δ with δ = α g/‖g‖, as in FedSAM.
 
     Ã is the average over clients of the mean amplitude of their training images. It is computed
-    once, before round 1, and never changes. (In the paper, clients use a running mean of their own
-    batches during round 1, and Ã is the average of these.) It is part of the model and is sent with
-    it.
+    once, before round 1, and does not change. (In the paper, clients use a running mean of their
+    own batches during round 1, and Ã is the average of these.) It is part of the model and is sent
+    with it.
 
     Parameters
     ----------
     alpha : float
         α, at least 0.
     low : int, optional
-        Replace the amplitudes of the frequencies from -low to low only. By default all are
-        replaced, as in the paper's equation. The public code uses 0: the mean brightness of each
-        channel.
+        Replace only the amplitudes of the frequencies from -low to low. By default all are
+        replaced, as in the paper's equation. The public code uses 0, which is the mean brightness
+        of each channel.
     """
 
     alpha: float = 0.05
@@ -62,8 +62,8 @@ class HarmoFL(LocalRule, Aggregation):
     usual_weights: ClassVar[str] = "uniform"
     needs_everyone: ClassVar[bool] = True
     needs_images: ClassVar[bool] = True
-    # Another aggregation would leave the amplitude at zero. The tree itself is empty: Ã is sent
-    # with the model.
+    # With another aggregation the amplitude would stay zero. The tree itself is empty, because Ã is
+    # sent with the model.
     receives = sends = ("amplitude",)
 
     def __post_init__(self) -> None:
@@ -73,14 +73,14 @@ class HarmoFL(LocalRule, Aggregation):
             count(self.low, "harmofl.low", least=0)
 
     def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
-        """Put the layer before everything else."""
+        """Add the layer before the model."""
         if not isinstance(model, Model) or type(model).forward not in (
             Model.forward,
             Headed.forward,
         ):
             raise InputError(
-                f"harmofl changes images before the model sees them, but {type(model).__name__} "
-                "has a forward of its own; "
+                "harmofl adds a layer before the model, which is not possible for "
+                f"{type(model).__name__} with its own forward; "
                 "valid: equipoise.models.base.Model(features, head), or train(..., "
                 'head="classifier")'
             )
@@ -91,22 +91,22 @@ class HarmoFL(LocalRule, Aggregation):
     def begin(self, state: State, everyone: Cohort) -> State:
         """Average the mean amplitudes of all clients."""
         sums, _ = everyone.ask("amplitude_sums")
-        # The registered sizes are checked; a number in an answer could be 0.
+        # Use the registered sizes, which are checked. A count in an answer could be 0.
         means = sums / torch.from_numpy(everyone.sizes).to(sums).view(-1, *(1,) * (sums.dim() - 1))
         mixed = mix_tree({_AMPLITUDE: means}, everyone.prior)
         return state.with_global({_AMPLITUDE: mixed[_AMPLITUDE].to(state.model[_AMPLITUDE])})
 
     def admit(self, state: State, everyone: Cohort) -> State:
-        """Keep Ã as it is when clients join."""
+        """Keep Ã when clients join."""
         return state
 
     def amplitude_sums(self, client: Client) -> tuple[Tensor, Tensor]:
-        """Sum the amplitudes of a batch of images, and count them."""
+        """Return the sum of the amplitudes of a batch of images, and their number; a question."""
         x = pixels(client.x, client.network.dtype)
         return client.sum(amplitudes(x, self.low)), client.sum(torch.ones_like(x[:, 0, 0, 0]))
 
     def phases(self) -> Sequence[Phase]:
-        """One phase with the gradient at w + δ; the layer does not move."""
+        """Return one phase with the gradient at w + δ. The layer is not trained."""
         return (Phase(move=("features", "head"), gradient=SharpnessGradient(self.alpha)),)
 
     def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:

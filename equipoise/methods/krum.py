@@ -36,15 +36,15 @@ class _Neighbours(Guard):
     f: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse a number of hostile clients that is none."""
+        """Check the number of hostile clients."""
         count(self.f, f"{self.name}.f", least=0)
 
     def least_clients(self) -> int:
-        """Return 2 f + 3, the least number for which the paper's guarantee holds."""
+        """Return 2 f + 3, the smallest number for which the paper's guarantee holds."""
         return 2 * self.f + 3
 
     def kept(self, clients: int) -> int:
-        """Return how many clients are kept."""
+        """Return the number of clients that are kept."""
         raise NotImplementedError
 
     def screen(self, received: Tree, updates: Updates, cohort: Cohort) -> Screened:
@@ -59,7 +59,7 @@ class _Neighbours(Guard):
 @register("krum", paper="Blanchard et al., NeurIPS 2017", sees=Sees.UPDATES, method=False)
 @dataclass(frozen=True)
 class Krum(_Neighbours):
-    """The update with the lowest score is the only one that is used."""
+    """Use only the update with the lowest score."""
 
     def kept(self, clients: int) -> int:
         """Return 1."""
@@ -69,7 +69,7 @@ class Krum(_Neighbours):
 @register("multikrum", paper="Blanchard et al., NeurIPS 2017", sees=Sees.UPDATES, method=False)
 @dataclass(frozen=True)
 class MultiKrum(_Neighbours):
-    """The m updates with the lowest scores are used.
+    """Use only the m updates with the lowest scores.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ class MultiKrum(_Neighbours):
     m: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that are none."""
+        """Check both numbers."""
         super().__post_init__()
         if self.m is not None:
             count(self.m, "multikrum.m")
@@ -95,7 +95,7 @@ class MultiKrum(_Neighbours):
 
 
 def krum_scores(distances: Tensor, f: int) -> Tensor:
-    """Sum every client's n − f − 2 smallest squared distances from others.
+    """Return the sum of every client's n − f − 2 smallest squared distances to others.
 
     Examples
     --------
@@ -130,8 +130,8 @@ def squared_distances(received: Tree, updates: Updates) -> Tensor:
 
 
 def _distances(stacked: Mapping[str, Tensor], origin: Mapping[str, Tensor]) -> Tensor:
-    # Differences from the received model are short, so that little is lost when inner products are
-    # subtracted.
+    # Differences from the received model are short, so subtracting inner products loses little
+    # precision.
     products = []
     for name, stack in stacked.items():
         for piece in differences(stack, origin.get(name)):

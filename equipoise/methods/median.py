@@ -1,8 +1,8 @@
 """The coordinate-wise median and the trimmed mean (Yin et al., 2018).
 
-Both treat every number of the model on its own. All clients count the same, whatever sizes they
-have declared: a weight would let a client that claims many samples decide the median. BatchNorm
-statistics are treated like parameters.
+Both treat every coordinate of the model separately. All clients are weighted equally, whatever
+their declared sizes: with weights, a client that claims many samples could determine the median.
+BatchNorm statistics are treated like parameters.
 """
 
 from __future__ import annotations
@@ -23,23 +23,26 @@ from equipoise.tree import Tree, flat_rows, pieces
 @register("median", paper="Yin et al., ICML 2018", sees=Sees.UPDATES)
 @dataclass(frozen=True)
 class Median(Aggregation):
-    """The median of the clients' models, number by number; of an even number of clients, the mean of the middle two."""
+    """The coordinate-wise median of the clients' models.
+
+    For an even number of clients, it is the mean of the middle two values.
+    """
 
     usual_weights = "uniform"
-    ignores_prior = "a median counts clients alike"
+    ignores_prior = "a median weights clients equally"
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Take medians."""
+        """Return the medians."""
         return state.with_global(trimmed(updates, (len(cohort.ids) - 1) // 2))
 
 
 @register("trimmedmean", paper="Yin et al., ICML 2018", sees=Sees.UPDATES)
 @dataclass(frozen=True)
 class TrimmedMean(Aggregation):
-    """The mean of the clients' models without the largest and smallest values, number by number.
+    """The coordinate-wise mean of the clients' models without the largest and smallest values.
 
-    Of n clients, ⌈share · n⌉ values are left out at either end, but never so many that none remain:
-    at most ⌊(n − 1) / 2⌋, which makes it the median.
+    For n clients, ⌈share · n⌉ values are left out at either end, but at most ⌊(n − 1) / 2⌋, which
+    gives the median.
 
     Parameters
     ----------
@@ -49,32 +52,32 @@ class TrimmedMean(Aggregation):
 
     share: float = 0.1
     usual_weights = "uniform"
-    ignores_prior = "a trimmed mean counts clients alike"
+    ignores_prior = "a trimmed mean weights clients equally"
 
     def __post_init__(self) -> None:
-        """Refuse a share that leaves nothing."""
+        """Refuse a share that would leave out all values."""
         if not 0 <= self.share < 0.5:
             raise InputError(
                 f"trimmedmean.share must be at least 0 and below 0.5, got {self.share!r}"
             )
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Take trimmed means."""
+        """Return the trimmed means."""
         clients = len(cohort.ids)
-        # 0.1 · 30 is a little more than 3.
+        # In floating point, 0.1 · 30 is slightly more than 3.
         ends = math.ceil(self.share * clients - 1e-9)
         return state.with_global(trimmed(updates, min(ends, (clients - 1) // 2)))
 
 
 def trimmed(updates: Updates, ends: int) -> Tree:
-    """Average the clients' models number by number, without the ``ends`` largest and smallest values.
+    """Return the mean of each coordinate without its ``ends`` largest and smallest values.
 
     Parameters
     ----------
     updates : Updates
-        What the cohort sent.
+        The updates of the cohort.
     ends : int
-        How many values are left out at either end.
+        Number of values left out at either end.
 
     Returns
     -------
@@ -108,9 +111,9 @@ def _trimmed(stack: Tensor, ends: int) -> Tensor:
 
 @cache
 def _exchanges(count: int) -> tuple[tuple[int, int], ...]:
-    """Return the exchanges that sort so many rows, whatever they hold: Batcher's odd-even merge sort.
+    """Return the exchanges of rows that sort ``count`` rows: Batcher's odd-even merge sort.
 
-    Exchanges of whole rows are an order of magnitude faster than sorting short columns.
+    Exchanging whole rows is an order of magnitude faster than sorting short columns.
     """
     pairs = []
     merged = 1

@@ -1,4 +1,4 @@
-"""MOON (Li, He and Song, 2021): local features stay near those of the received model."""
+"""MOON (Li, He and Song, 2021): local features stay close to those of the received model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Moon(LocalRule):
 
     The contrastive loss is −log(e^{s(z, z_g)/τ} / (e^{s(z, z_g)/τ} + e^{s(z, z_p)/τ})). s is the
     cosine similarity. z are the features of a sample under the client's model, z_g under the
-    received model, and z_p under the client's own model at the end of the last round it took part
-    in. The client keeps the features of that model. The received and the previous model behave as
-    in evaluation. Any aggregation can be used.
+    received model, and z_p under the client's own model at the end of the last round in which it
+    took part. The client keeps the features part of that model. The received and the previous model
+    are in evaluation mode. Any aggregation can be used.
 
     Choices: a client that has never taken part has no previous model, and its contrastive loss is
-    0. z is what the model's features return. The networks of the paper end their features with a
-    projection head; with ``projection`` any model gets one: two linear layers with ReLU between
+    0. z is the output of the model's features. In the networks of the paper, the features end with
+    a projection head. ``projection`` adds one to any model: two linear layers with ReLU between
     them, the first as wide as the model's own features. Its output is z, and a new linear head
     follows.
 
@@ -40,7 +40,7 @@ class Moon(LocalRule):
     tau : float
         τ, the temperature, above 0.
     projection : int, optional
-        How many numbers the projection head returns, 256 in the paper; by default there is none.
+        Output size of the projection head, 256 in the paper; by default there is none.
     """
 
     mu: float = 1.0
@@ -55,18 +55,22 @@ class Moon(LocalRule):
             count(self.projection, "moon.projection")
 
     def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
-        """Put the projection head between features and head, if it is wanted."""
+        """Add the projection head between features and head, if ``projection`` is set."""
         if self.projection is None:
             return model
         wide = width_of(model, shape)
         outputs = outputs_of(model, wide)
         layers = nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, self.projection)
-        model.features = nn.Sequential(model.features, nn.Flatten(1), *layers)  # type: ignore[arg-type]
+        model.features = nn.Sequential(
+            model.features,  # type: ignore[arg-type]
+            nn.Flatten(1),
+            *layers,
+        )
         model.head = nn.Linear(self.projection, outputs)
         return model
 
     def phases(self) -> Sequence[Phase]:
-        """One phase with the contrastive loss."""
+        """Return one phase with the contrastive loss."""
         return (Phase(loss=self.loss),)
 
     def loss(self, client: Client) -> Tensor:
@@ -81,13 +85,13 @@ class Moon(LocalRule):
 
     @staticmethod
     def similarity(one: Tensor, other: Tensor) -> Tensor:
-        """Return the cosine similarity of the features, sample by sample."""
+        """Return the cosine similarity of the features of each sample."""
         return F.cosine_similarity(one.flatten(1), other.flatten(1), dim=1)
 
     def first_memory(self, model: Tree) -> dict[str, Tree]:
-        """Make room for the features of the previous model."""
+        """Return placeholders for the features of the previous model."""
         return {"previous": {name: model[name] for name in select(model, "features")}}
 
     def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
-        """Keep the features as training left them."""
+        """Keep the trained features."""
         return {"previous": {name: client.params[name] for name in client.memory["previous"]}}, {}

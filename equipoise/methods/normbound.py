@@ -19,15 +19,15 @@ from equipoise.tree import Tree, flat_rows, pieces
 class NormBound(Guard):
     """Scale updates that are too long: w_k ← w + min(1, B / ‖w_k − w‖) (w_k − w).
 
-    Updates within the bound B stay as they are, bit for bit. BatchNorm statistics and each tree of
-    uploads (such as SCAFFOLD's control variates, measured from zero) have norms and bounds of their
-    own, because their scale differs. The median of an even number of norms is the lower one, so
-    half of the clients cannot raise it.
+    Updates within the bound B do not change, bit for bit. BatchNorm statistics and each tree of
+    uploads (such as SCAFFOLD's control variates, measured from zero) have separate norms and
+    bounds, because their scales differ. For an even number of norms, the median is the lower of the
+    middle two, so half of the clients cannot raise it.
 
     Parameters
     ----------
     bound : float, optional
-        B for the parameters. Without it, B is a multiple of the median norm.
+        B for the parameters. By default B is a multiple of the median norm.
     multiple : float
         The bound as a multiple of the cohort's median norm: for parameters without ``bound``, and
         always for buffers and uploads.
@@ -54,7 +54,7 @@ class NormBound(Guard):
             real(self.drop, "norm.drop", least=1.0)
 
     def screen(self, received: Tree, updates: Updates, cohort: Cohort) -> Screened:
-        """Scale what is too long, and note the norms of the parameters and who was scaled."""
+        """Scale long updates, and note the norms of parameters and which clients were scaled."""
         params, lengths, scaled = self._bounded(updates.params, received, self.bound)
         buffers, _, more = self._bounded(updates.buffers, received)
         scaled = scaled | more
@@ -123,7 +123,7 @@ def norms_from(origin: Mapping[str, Tensor], stacked: Mapping[str, Tensor]) -> T
 def differences(stack: Tensor, origin: Tensor | None) -> Iterator[Tensor]:
     """Go through the differences of clients' tensors from another one, a row a client.
 
-    Numbers that are not finite in the other one make no difference.
+    Where ``origin`` is not finite, the difference is 0.
 
     Examples
     --------
@@ -153,7 +153,7 @@ def _where_finite(tensor: Tensor) -> Tensor | None:
 
 
 def _shortened(stack: Tensor, origin: Tensor | None, factors: Tensor) -> Tensor:
-    """Scale the differences of clients; a factor of one keeps every bit."""
+    """Scale the differences of clients. A factor of one changes nothing, bit for bit."""
     factor = factors.to(stack.device, stack.dtype).view(-1, *[1] * (stack.dim() - 1))
     if origin is None:
         return stack * factor

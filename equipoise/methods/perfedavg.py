@@ -1,4 +1,4 @@
-"""Per-FedAvg (Fallah, Mokhtari and Ozdaglar, 2020): a global model that is good after one local step."""
+"""Per-FedAvg (Fallah, Mokhtari and Ozdaglar, 2020): a model that adapts in one local step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from equipoise.optimizers import Column, Sgd, descended
 
 @dataclass(frozen=True)
 class MetaGradient:
-    """The gradient of F(w) = f(w − α ∇f(w)), each f on a batch of its own.
+    """The gradient of F(w) = f(w − α ∇f(w)), with a different batch for each f.
 
-    That is (I − α ∇²f(w)) v with v = ∇f(w − α ∇f(w)). The first order leaves the Hessian out; with
-    δ its product with v is (∇f(w + δ v) − ∇f(w − δ v))/(2 δ), on a third batch. In first order,
-    both f may be different losses.
+    That is (I − α ∇²f(w)) v with v = ∇f(w − α ∇f(w)). The first-order form leaves out the Hessian.
+    With δ its product with v is (∇f(w + δ v) − ∇f(w − δ v))/(2 δ), on a third batch. In the
+    first-order form, the two f may be different losses.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class MetaGradient:
         α, the inner step: one number, or a column over clients. By default the learning rate of the
         training settings.
     delta : float, optional
-        δ; without it the gradient is of first order.
+        δ; by default the first-order form is used.
 
     Examples
     --------
@@ -45,18 +45,18 @@ class MetaGradient:
     delta: float | None = None
 
     def at_rate(self, lr: Column) -> MetaGradient:
-        """Return the rule with the learning rate for α, unless α is given."""
+        """Return the rule with the learning rate as α, unless α is set."""
         return replace(self, alpha=lr) if self.alpha is None else self
 
     @property
     def batches(self) -> int:
-        """One for the inner step, one for v, one for the Hessian."""
+        """Return the number of batches: for the inner step, for v and for the Hessian."""
         return 2 if self.delta is None else 3
 
     def __call__(
         self, values: Sequence[Value], params: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Take the gradient; the losses are those after the inner step."""
+        """Return the losses after the inner step, and the gradient."""
         if self.alpha is None:
             raise InputError(
                 "a MetaGradient without alpha follows the learning rate; call at_rate(lr) first"
@@ -76,25 +76,26 @@ class MetaGradient:
 @register("perfedavg", paper="Fallah et al., NeurIPS 2020")
 @dataclass(frozen=True)
 class PerFedAvg(LocalRule):
-    """Minimise the mean over clients of f_k(w − α ∇f_k(w)); personal models are one inner step away from the global one.
+    """Minimise the mean over clients of f_k(w − α ∇f_k(w)).
 
-    A step takes the gradient of that (see :class:`MetaGradient`) and hands it to the optimizer of
-    the training settings, whose learning rate is the paper's β. It looks at two batches, or three
-    with ``hessian``, so an epoch has half or a third as many steps as elsewhere and costs about as
-    much. The paper counts clients alike.
+    Personal models are the global model after one inner step. A training step takes the gradient of
+    this objective (see :class:`MetaGradient`) and passes it to the optimizer of the training
+    settings, whose learning rate is the paper's β. A step uses two batches, or three with
+    ``hessian``, so an epoch has half or a third as many steps as in other methods, at about the
+    same cost. The paper weights clients equally.
 
     Parameters
     ----------
     alpha : float
-        α, the inner step, at least 0. It does not follow the schedule, neither in training nor when
-        personal models are made.
+        α, the size of the inner step, at least 0. It does not follow the learning rate schedule,
+        neither in training nor for personal models.
     hessian : bool
         Whether to use second derivatives, by finite differences of length ``delta`` (Per-FedAvg
-        (HF)), or to leave them out (Per-FedAvg (FO)).
+        (HF)), or not (Per-FedAvg (FO)).
     delta : float
         δ, above 0.
     adapt_steps : int
-        How many inner steps make a personal model.
+        Number of inner steps for a personal model.
     """
 
     alpha: float = 0.01
@@ -104,7 +105,7 @@ class PerFedAvg(LocalRule):
     usual_weights: ClassVar[str] = "uniform"
 
     def __post_init__(self) -> None:
-        """Refuse steps that lead nowhere."""
+        """Check the hyper-parameters."""
         if not 0 <= self.alpha < float("inf"):
             raise InputError(f"perfedavg.alpha must be at least 0 and finite, got {self.alpha!r}")
         if not 0 < self.delta < float("inf"):
@@ -112,7 +113,7 @@ class PerFedAvg(LocalRule):
         count(self.adapt_steps, "perfedavg.adapt_steps")
 
     def phases(self) -> Sequence[Phase]:
-        """One phase with the gradient after an inner step."""
+        """Return one phase with the gradient after an inner step."""
         return (Phase(gradient=MetaGradient(self.alpha, self.delta if self.hessian else None)),)
 
     def adapt(self) -> Sequence[Phase]:

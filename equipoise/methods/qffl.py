@@ -1,4 +1,4 @@
-"""q-FFL (Li et al., 2020): clients with higher losses count more, as their losses to the power q."""
+"""q-FFL (Li et al., 2020): clients are weighted by their losses to the power q."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from equipoise.method import Aggregation, Cohort, Sees, State, Updates, shift
 from equipoise.methods import register
 from equipoise.tree import flat_rows
 
-# Added to every loss, as in the authors' program: a loss of 0 has no negative power.
+# Added to every loss, as in the authors' code: negative powers of 0 are not defined.
 _TINY = 1e-10
 
 
@@ -22,13 +22,14 @@ class QFedAvg(Aggregation):
     """q-FedAvg, which minimises Σ F_k^{q+1}/(q+1): w ← w − Σ Δ_k / Σ h_k over the cohort.
 
     With F_k the client's training loss at the received w and w_k its trained parameters, Δ_k =
-    F_k^q L (w − w_k) and h_k = q F_k^{q−1} ‖L (w − w_k)‖² + L F_k^q. Sizes play no role here: the
-    paper lets them decide who takes part (``sampling: size``). With q = 0 this is the plain mean.
+    F_k^q L (w − w_k) and h_k = q F_k^{q−1} ‖L (w − w_k)‖² + L F_k^q. Sizes are not used here: the
+    paper samples clients in proportion to them (``sampling: size``). With q = 0 this is the plain
+    mean.
 
     Parameters
     ----------
     q : float
-        At least 0; the larger, the more uniform the losses.
+        At least 0. The larger q, the more uniform the losses.
     lipschitz : float, optional
         L; by default 1/η, with η the clients' learning rate of the round.
     """
@@ -39,7 +40,7 @@ class QFedAvg(Aggregation):
     ignores_prior = "q-FFL weights clients by powers of their losses"
 
     def __post_init__(self) -> None:
-        """Refuse powers and constants for which the step is not defined."""
+        """Check the hyper-parameters."""
         if not 0 <= self.q < float("inf"):
             raise InputError(f"qffl.q must be at least 0 and finite, got {self.q!r}")
         if self.lipschitz is not None and not 0 < self.lipschitz < float("inf"):
@@ -49,13 +50,13 @@ class QFedAvg(Aggregation):
             )
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Step along the reweighted differences, shortened by the bound on the objective's curvature."""
+        """Step along the reweighted differences, divided by the bound on the curvature."""
         loss = updates.reports["loss_before"] + _TINY
         constant = (
             torch.full_like(loss, self.lipschitz) if self.lipschitz else 1 / updates.reports["lr"]
         )
-        # Dividing every power by that of the largest loss leaves the ratio alone, and keeps large q
-        # from overflowing.
+        # Divide every power by that of the largest loss, so that large q do not overflow. This does
+        # not change the ratio.
         power = (loss / loss.max()) ** self.q
         curvature = power + self.q * power / loss * constant * squared_differences(state, updates)
         return state.with_global(

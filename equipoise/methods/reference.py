@@ -1,4 +1,4 @@
-"""The two references of every comparison: each client alone, and all data in one place."""
+"""Two references for comparisons: each client alone, and all data pooled."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from equipoise.methods import register
 @register("local")
 @dataclass(frozen=True)
 class Local(LocalRule, Aggregation):
-    """Each client trains a model of its own; nothing is sent.
+    """Each client trains its own model; nothing is sent.
 
-    A client that has never been drawn trains for one round before it is evaluated, and so does one
-    that is held out of training but has training samples. So nobody is evaluated with the initial
-    model. For models that have trained equally long, all clients must take part in all rounds.
+    A client that has never been drawn trains for one round before it is evaluated. So does a client
+    that is held out of training but has training samples. Thus no client is evaluated with the
+    initial model. All models have trained equally long only if all clients take part in all rounds.
     """
 
     keeps = "all"
@@ -29,25 +29,25 @@ class Local(LocalRule, Aggregation):
         return self.phases()
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Leave the global model alone."""
+        """Return the global model unchanged."""
         return state
 
 
 @register("central", sees=Sees.DATA)
 @dataclass(frozen=True)
 class Central(View):
-    """All clients' training data in one place. This is a reference and not a federated method.
+    """The pooled training data of all clients. This is a reference and not a federated method.
 
     Parameters
     ----------
     samples : int, optional
-        How many training samples of each client are pooled, the first of its split; all by default.
+        Number of training samples of each client, from the beginning of its split; all by default.
     """
 
     samples: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse to pool nothing."""
+        """Refuse a number of samples below 1."""
         if self.samples is not None:
             count(self.samples, "central.samples")
 

@@ -1,4 +1,4 @@
-"""SCAFFOLD (Karimireddy et al., 2020): control variates against client drift."""
+"""SCAFFOLD (Karimireddy et al., 2020): control variates that correct client drift."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from equipoise.tree import Tree, inner_product, tree_map
 @register("scaffold", paper="Karimireddy et al., ICML 2020", sees=Sees.SUMS)
 @dataclass(frozen=True)
 class Scaffold(LocalRule, Aggregation):
-    """Every local gradient is corrected by c − c_k; c_k follows the client's own mean gradient (option II).
+    """Correct every local gradient by c − c_k, where c_k is the client's mean gradient (option II).
 
-    A client steps along ∇F_k(y) + c − c_k, then c_k⁺ = c_k − c + (x − y)/(K η) with K steps of rate
-    η. The server moves x by η_g times the mean of y − x, and c by |S|/N times the mean of c_k⁺ −
-    c_k. (x − y)/(K η) is the mean gradient for plain SGD; with momentum or Adam it is the mean step
-    over η.
+    A client steps along ∇F_k(y) + c − c_k. Then c_k⁺ = c_k − c + (x − y)/(K η), after K steps with
+    learning rate η. The server updates x by η_g times the mean of y − x, and c by |S|/N times the
+    mean of c_k⁺ − c_k. For plain SGD, (x − y)/(K η) is the mean gradient; with momentum or Adam it
+    is the mean step divided by η.
 
     Parameters
     ----------
@@ -48,11 +48,11 @@ class Scaffold(LocalRule, Aggregation):
     uploads = collects = ("control_change",)
 
     def __post_init__(self) -> None:
-        """Refuse a learning rate that is out of range."""
+        """Check the learning rate."""
         real(self.lr, "scaffold.lr", least=0)
 
     def phases(self) -> Sequence[Phase]:
-        """One phase with the corrected loss."""
+        """Return one phase with the corrected loss."""
         return (Phase(loss=self.loss),)
 
     def loss(self, client: Client) -> Tensor:
@@ -61,7 +61,7 @@ class Scaffold(LocalRule, Aggregation):
         return client.task_loss() + inner_product(client.moved(), correction)
 
     def first_memory(self, model: Tree) -> dict[str, Tree]:
-        """Begin with c_k = 0."""
+        """Start with c_k = 0."""
         return {"control": tree_map(torch.zeros_like, model)}
 
     def finish(self, client: Finished) -> tuple[dict[str, Tree], dict[str, Tree]]:
@@ -74,25 +74,25 @@ class Scaffold(LocalRule, Aggregation):
         return {"control": new}, {"control_change": tree_map(torch.sub, new, old)}
 
     def begin(self, state: State, everyone: Cohort) -> State:
-        """Begin with c = 0, and store the number of clients."""
+        """Start with c = 0, and store the number of clients."""
         count = torch.tensor(float(len(everyone.ids)))
         return state.with_server(
             control=tree_map(torch.zeros_like, state.model), clients={"count": count}
         )
 
     def admit(self, state: State, everyone: Cohort) -> State:
-        """Keep c the mean of all c_k: those of new clients are 0."""
+        """Rescale c, so that it stays the mean of all c_k. Those of new clients are 0."""
         count = torch.tensor(float(len(everyone.ids)))
         share = state.server["clients"]["count"] / count
         control = tree_map(lambda c: share * c, state.server["control"])
         return state.with_server(control=control, clients={"count": count})
 
     def send(self, state: State, cohort: Cohort) -> tuple[dict[str, Tree], dict[str, Tensor]]:
-        """Send c along with the model."""
+        """Send c with the model."""
         return {"model": state.model, "control": state.server["control"]}, {}
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Move the model and the control variate."""
+        """Update the model and the control variate."""
         averaged = mix(updates, cohort.prior)
         moved = {
             name: state.model[name] + self.lr * (averaged[name] - state.model[name])

@@ -1,4 +1,4 @@
-"""TERM (Li et al., 2021): clients, or groups of them, count exponentially more the higher their loss."""
+"""TERM (Li et al., 2021): clients or groups are weighted by the exponential of their losses."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from equipoise.methods import register
 @register("term", paper="Li et al., ICLR 2021", sees=Sees.SCALARS)
 @dataclass(frozen=True)
 class Term(Aggregation):
-    """Tilted losses: w ← Σ a_k w_k with a_k ∝ p_k exp(t F_k), the gradient of (1/t) log Σ p_k exp(t F_k).
+    """Minimise the tilted loss (1/t) log Σ p_k exp(t F_k): w ← Σ a_k w_k with a_k ∝ p_k exp(t F_k).
 
-    F_k is the client's training loss at the received model, p the cohort's prior. With
-    ``tilts="groups"`` (TERM-Group, the paper's hierarchical form) whole groups are tilted by t and
+    F_k is the client's training loss at the received model, and p is the cohort's prior. With
+    ``tilts="groups"`` (TERM-Group, the paper's hierarchical form) groups are tilted by t and
     clients within a group by τ: a_k ∝ p_k exp(τ F_k) exp((t − τ) R_g), with R_g = (1/τ) log of the
     p-weighted mean of exp(τ F_k) over the group of k.
 
     Parameters
     ----------
     t : float
-        Above 0 it lifts high losses, below 0 it mutes them; 0 is the data-weighted mean.
+        Above 0 it increases the weights of clients with high losses, below 0 it decreases them; 0
+        is the data-weighted mean.
     tilts : {"clients", "groups"}
         What t tilts.
     tau : float
-        τ, used with groups only; 0 weighs the clients of a group by p.
+        τ, used with groups only; 0 weights the clients of a group by p.
     """
 
     t: float = 1.0
@@ -40,14 +41,14 @@ class Term(Aggregation):
     needs = ("loss_before",)
 
     def __post_init__(self) -> None:
-        """Refuse tilts that are no numbers, or would be ignored."""
+        """Refuse tilts that are not finite or would be ignored."""
         one_of(self.tilts, ("clients", "groups"), "term.tilts")
         for name in ("t", "tau"):
             if not math.isfinite(getattr(self, name)):
                 raise InputError(f"term.{name} must be finite, got {getattr(self, name)!r}")
         if self.tau and self.tilts == "clients":
             raise InputError(
-                f"term.tau is {self.tau!r}, but only term.tilts 'groups' has a second level to tilt"
+                f"term.tau is {self.tau!r}, but it is used only with term.tilts='groups'"
             )
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
@@ -61,7 +62,7 @@ class Term(Aggregation):
 
 
 def group_risks(loss: Tensor, prior: Tensor, groups: Tensor, tau: float) -> Tensor:
-    """Return every client its group's tilted loss, R_g = (1/τ) log of the weighted mean of exp(τ F_k).
+    """Return each client's group loss R_g = (1/τ) log of the weighted mean of exp(τ F_k).
 
     Parameters
     ----------
@@ -73,7 +74,7 @@ def group_risks(loss: Tensor, prior: Tensor, groups: Tensor, tau: float) -> Tens
     Returns
     -------
     Tensor
-        One value a client, the same throughout a group.
+        One value per client, equal within a group.
 
     Examples
     --------

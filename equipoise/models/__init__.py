@@ -1,6 +1,6 @@
 """Models by name.
 
-All that are here have two parts, ``features`` and ``head``; see
+All models of this package have two parts, ``features`` and ``head``; see
 :class:`equipoise.models.base.Model`.
 """
 
@@ -46,14 +46,14 @@ MODELS: Registry = {
 
 
 def register(maker: M) -> M:
-    """Make a model known by the name of the function that builds it; a decorator.
+    """Register a model under the name of the function that builds it. Use it as a decorator.
 
     Parameters
     ----------
     maker : callable
-        Takes the shape of a sample, the number of classes and options by keyword, with defaults and
-        types, and returns a :class:`equipoise.models.base.Model` or any other module; see
-        :func:`equipoise.models.headed.with_head`.
+        Takes the shape of a sample, the number of classes and options as keyword arguments, with
+        defaults and type annotations. Returns a :class:`equipoise.models.base.Model` or any other
+        module; see :func:`equipoise.models.headed.with_head`.
 
     Returns
     -------
@@ -74,8 +74,8 @@ def register(maker: M) -> M:
 def build(name: str, *, shape: Sequence[int], classes: int, seed: int = 0, **options: Any) -> Model:
     """Build a model and draw its initial parameters from a seed.
 
-    The same seed gives the same parameters wherever and whenever it is used; the global random
-    generator is neither read nor changed.
+    The same seed always gives the same parameters. The global random generator is neither read nor
+    changed.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def build(name: str, *, shape: Sequence[int], classes: int, seed: int = 0, **opt
     classes : int
         Number of classes, or of outputs in regression.
     seed : int
-        What the initial parameters are drawn from.
+        Seed of the initial parameters.
     **options
         The model's own options, see :func:`defaults`.
 
@@ -108,7 +108,7 @@ def build(name: str, *, shape: Sequence[int], classes: int, seed: int = 0, **opt
     sample = several(shape, "shape", count)
     if not sample:
         raise InputError(
-            "shape () has no dimension: a sample must be at least a vector, such as (1,)"
+            "shape () has no dimension; a sample must be at least a vector, such as (1,)"
         )
     outputs = count(classes, "classes")
     start = count(seed, "seed", least=0)
@@ -119,7 +119,7 @@ def build(name: str, *, shape: Sequence[int], classes: int, seed: int = 0, **opt
 
 
 def defaults(name: str) -> dict[str, Any]:
-    """List the options of a model with their default values; those that must be given have none and are left out.
+    """Return the options of a model with their default values, without required options.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ def defaults(name: str) -> dict[str, Any]:
     Returns
     -------
     dict
-        Default value by option name, in the order they are documented.
+        Default values by name of the option, in the documented order.
 
     Examples
     --------
@@ -142,14 +142,14 @@ def defaults(name: str) -> dict[str, Any]:
 def with_class_names(
     options: Mapping[str, Any], class_names: Sequence[str] | None
 ) -> dict[str, Any]:
-    """Complete the name and options of a model with the names of the classes, if the model takes them and has none.
+    """Add the names of the classes to the options of a model that takes them, unless they are set.
 
     Parameters
     ----------
     options : mapping
         ``name`` and the model's options.
     class_names : sequence of str or None
-        What the federation calls its classes, if it says so.
+        The names of the federation's classes, if it has them.
 
     Returns
     -------
@@ -158,8 +158,10 @@ def with_class_names(
 
     Examples
     --------
-    >>> with_class_names({"name": "mlp"}, ["cat", "dog"]), with_class_names({"name": "clip"}, ["cat", "dog"])
-    ({'name': 'mlp'}, {'name': 'clip', 'class_names': ['cat', 'dog']})
+    >>> with_class_names({"name": "mlp"}, ["cat", "dog"])
+    {'name': 'mlp'}
+    >>> with_class_names({"name": "clip"}, ["cat", "dog"])
+    {'name': 'clip', 'class_names': ['cat', 'dog']}
     """
     completed = dict(options)
     takes = "class_names" in _options(completed["name"])
@@ -185,7 +187,7 @@ def _options(name: str) -> dict[str, inspect.Parameter]:
 
 
 def _check_names(given: dict[str, Any], name: str) -> None:
-    """Refuse options that do not exist, and the lack of one that must be given."""
+    """Refuse unknown options and missing required ones."""
     valid = _options(name)
     for option in given:
         if not valid:

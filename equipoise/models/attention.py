@@ -1,4 +1,4 @@
-"""Attention and transformer blocks that behave the same stacked or alone."""
+"""Attention and transformer blocks that give the same results stacked or alone."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from equipoise.models.layers import LayerNorm, Linear
 class Attention(nn.Module):
     """Self-attention with several heads: softmax(q kᵀ / √d) v for each head, then a linear layer.
 
-    By default it is made of matrix products, which can be stacked with ``torch.func.vmap``,
+    By default it uses matrix products, which can be stacked with ``torch.func.vmap``, can be
     differentiated twice, and give the same bits on every run.
 
     Parameters
     ----------
     width : int
-        Numbers in a token.
+        Size of a token.
     heads : int
-        How many heads share them.
+        Number of heads.
     fused : bool
         Whether to use PyTorch's fused attention. It is faster and needs less memory, but cannot be
-        stacked or differentiated twice. It is meant for the inside of a
-        :class:`~equipoise.models.frozen.Frozen`, which takes care of both.
+        stacked or differentiated twice. It is intended for use inside a
+        :class:`~equipoise.models.frozen.Frozen`, which handles both.
     qkv_bias : bool
         Whether queries, keys and values have a bias.
 
     Attributes
     ----------
     causal : bool
-        Whether a token attends only to itself and to those before it, as in a text encoder; by
-        default to all.
+        Whether a token attends only to itself and to earlier tokens, as in a text encoder; by
+        default it attends to all.
 
     Examples
     --------
@@ -53,14 +53,14 @@ class Attention(nn.Module):
         self.out = Linear(nn.Linear(width, width))
 
     def forward(self, tokens: Tensor, *, class_only: bool = False) -> Tensor:
-        """Let the tokens of each sample attend to each other.
+        """Apply attention to the tokens of each sample.
 
         Parameters
         ----------
         tokens : Tensor
             ``[samples, tokens, width]``.
         class_only : bool
-            Whether only the first token, the class token, is wanted.
+            Whether to return only the first token, the class token.
 
         Returns
         -------
@@ -68,8 +68,8 @@ class Attention(nn.Module):
             The same shape, or ``[samples, 1, width]``.
         """
         # [samples, tokens, 3 * width] -> three times [samples, heads, tokens, width / heads]. Split
-        # before axes are swapped, so that the gradients are joined in the order in which the linear
-        # layer reads them.
+        # before swapping axes, so that the gradients are concatenated in the memory order of the
+        # linear layer.
         parts = self.qkv(tokens).unflatten(-1, (3, self.heads, -1)).unbind(-3)
         q, k, v = (part.transpose(-2, -3) for part in parts)
         q = q[:, :, :1] if class_only else q
@@ -87,7 +87,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tenso
     q, k, v : Tensor
         Queries, keys and values, ``[..., tokens, d]``.
     is_causal : bool
-        Whether query i takes part of the values 0 to i only.
+        Whether query i attends only to keys 0 to i.
 
     Returns
     -------
@@ -107,12 +107,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False) -> Tenso
 
 
 class Block(nn.Module):
-    """A transformer block: attention, then a small MLP, each after a LayerNorm and added to its input.
+    """A transformer block: attention and an MLP, each with LayerNorm before and a residual sum.
 
     Parameters
     ----------
     width : int
-        Numbers in a token.
+        Size of a token.
     heads : int
         Heads of the attention.
     mlp_ratio : float
@@ -122,7 +122,7 @@ class Block(nn.Module):
     fused : bool
         Whether to use fused attention; see :class:`Attention`.
     activation : nn.Module, optional
-        Between the layers of the MLP; GELU by default.
+        Activation between the layers of the MLP; GELU by default.
     qkv_bias : bool
         Whether queries, keys and values have a bias.
 
@@ -161,7 +161,7 @@ class Block(nn.Module):
         self.dropout2 = nn.Dropout(rate) if rate > 0 else nn.Identity()
 
     def forward(self, tokens: Tensor, *, class_only: bool = False) -> Tensor:
-        """Transform tokens ``[samples, tokens, width]``, or return the first of them alone, the class token."""
+        """Transform tokens ``[samples, tokens, width]``; optionally return only the class token."""
         attended = self.attention(self.norm1(tokens), class_only=class_only)
         tokens = (tokens[:, :1] if class_only else tokens) + self.dropout1(attended)
         made: Tensor = tokens + self.dropout2(self.mlp(self.norm2(tokens)))

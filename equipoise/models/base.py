@@ -1,4 +1,4 @@
-"""What every model is: features, then a head, perhaps after a frozen stem."""
+"""The base class of models: features and a head, optionally after a frozen stem."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from equipoise.errors import InputError
 
 
 class Model(nn.Module):
-    """A network in named parts, so that methods can say which part moves, is shared or stays with the client.
+    """A network with named parts, features and head, which methods can treat differently.
 
-    Methods may attach further parts with ``add_module``. ``forward`` does not call them, with one
-    exception: ``inputs``, a module that changes samples before anything else sees them. Samples are
-    then not encoded in advance.
+    Methods define which parts are trained, shared or kept by the client. They may attach further
+    parts with ``add_module``. ``forward`` does not call these, with one exception: ``inputs``, a
+    module that is applied to samples first. Samples are then not encoded in advance.
 
     Attributes
     ----------
     aligned_rows : {"samples", "classes"}
-        What the rows of :meth:`aligned` are. Padding is left out of samples; classes have none.
+        What the rows of :meth:`aligned` are. Padding is ignored among samples; classes have none.
 
     Parameters
     ----------
@@ -29,12 +29,12 @@ class Model(nn.Module):
         Maps a batch of inputs to a batch of vectors ``z`` (papers: extractor, body,
         representation).
     head : nn.Module
-        Maps ``z`` to the outputs: one score a class, or the predicted values (papers: predictor,
+        Maps ``z`` to the outputs: one score per class, or the predicted values (papers: predictor,
         classifier).
     stem : nn.Module, optional
-        The frozen beginning of the model. It must treat samples one by one and have no parameter
-        with ``requires_grad``. The engine encodes the data with it once, and ``features`` gets the
-        result.
+        The frozen first part of the model. It must treat samples independently and have no
+        parameter with ``requires_grad``. The engine encodes the data with it once, and passes the
+        result to ``features``.
 
     Raises
     ------
@@ -64,8 +64,8 @@ class Model(nn.Module):
         )
         if moving:
             raise InputError(
-                f"parameter {moving[0]!r} of the stem requires a gradient, but a stem never moves; "
-                "valid: parameters with requires_grad=False, such as those of "
+                f"parameter {moving[0]!r} of the stem requires a gradient, but a stem is never "
+                "trained; valid: parameters with requires_grad=False, such as those of "
                 "equipoise.models.frozen.Frozen(stem)"
             )
         self.inputs: nn.Module | None = None
@@ -99,16 +99,15 @@ class Model(nn.Module):
         return output
 
     def aligned(self, z: Tensor) -> Tensor:
-        """Return what methods align between two models, such as BGP's local and received one: by default z, pooled.
+        """Return the values that methods such as BGP align between two models; by default pooled z.
 
-        A model that is better compared elsewhere overrides this. A model that learns prompts for
-        text, for example, returns its text features, one row a class, and sets ``aligned_rows =
-        "classes"``.
+        Override this to align other values. For example, a model with learned text prompts returns
+        its text features, one row per class, and sets ``aligned_rows = "classes"``.
 
         Parameters
         ----------
         z : Tensor
-            What ``features`` makes of a batch.
+            The output of ``features`` for a batch.
 
         Returns
         -------
@@ -125,7 +124,7 @@ class Model(nn.Module):
 
 
 def pooled(z: Tensor) -> Tensor:
-    """Return one vector a sample: z itself, or the mean of a map ``[samples, channels, ...]`` over its positions.
+    """Return one vector per sample: z itself, or the mean of a feature map over its positions.
 
     Examples
     --------
@@ -136,14 +135,14 @@ def pooled(z: Tensor) -> Tensor:
 
 
 def pixels(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return images as floating point numbers; whole numbers from 0 to 255 become numbers from 0 to 1.
+    """Return images as floating point numbers; integers from 0 to 255 are scaled to [0, 1].
 
     Parameters
     ----------
     x : Tensor
         Images.
     dtype : torch.dtype, optional
-        The type of the result if the images are whole numbers; by default PyTorch's default type.
+        The type of the result if the images are integers; by default PyTorch's default type.
 
     Returns
     -------
@@ -160,12 +159,12 @@ def pixels(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 @torch.no_grad()
 def width_of(model: nn.Module, shape: Sequence[int]) -> int:
-    """Return how many numbers z has: what a model's features make of one sample.
+    """Return the size of z, the output of a model's features for one sample.
 
     Parameters
     ----------
     model : nn.Module
-        With ``features``, and perhaps a ``stem``.
+        A model with ``features`` and optionally a ``stem``.
     shape : sequence of int
         The shape of one sample.
 
@@ -183,14 +182,14 @@ def width_of(model: nn.Module, shape: Sequence[int]) -> int:
     model.eval()
     dtypes = (tensor.dtype for tensor in model.parameters() if tensor.is_floating_point())
     x = torch.zeros(1, *shape, dtype=next(dtypes, None))
-    # Text is whole numbers; any other model takes floating point.
+    # Models for text take integers; all others take floating point numbers.
     embeds = any(isinstance(layer, nn.Embedding) for layer in model.modules())
     stem = getattr(model, "stem", None) or nn.Identity()
     features: Any = getattr(model, "features", None)
     if not isinstance(features, nn.Module):
         raise InputError(
-            f"the method needs a model made of features and a head, but {type(model).__name__} is "
-            "not; valid: the name of "
+            f"the method needs a model with features and a head, but {type(model).__name__} does "
+            "not have them; valid: the name of "
             'the layer that is its head, such as train(..., head="classifier")'
         )
     z: Tensor = features(stem(x.long() if embeds else x))
@@ -200,14 +199,14 @@ def width_of(model: nn.Module, shape: Sequence[int]) -> int:
 
 @torch.no_grad()
 def outputs_of(model: nn.Module, width: int) -> int:
-    """Return how many numbers a model's head makes of z.
+    """Return the number of outputs of a model's head.
 
     Parameters
     ----------
     model : nn.Module
-        With ``head``.
+        A model with ``head``.
     width : int
-        How many numbers z has.
+        The size of z.
 
     Returns
     -------

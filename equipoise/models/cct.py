@@ -1,4 +1,4 @@
-"""Compact convolutional transformers: tokens made by convolutions, and pooling over all of them."""
+"""Compact convolutional transformers: tokens from convolutions, and pooling over all tokens."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def cct(
     mlp_ratio: float = 2.0,
     dropout: float = 0.0,
 ) -> Model:
-    """Build a compact convolutional transformer (Hassani et al., 2021); the defaults are CCT-7/3×1.
+    """Build a compact convolutional transformer (Hassani et al., 2021). The default is CCT-7/3×1.
 
-    A convolution, ReLU and max-pooling make tokens of an image, so there is no class token. Learned
-    positions are added. After the blocks, a softmax over scores of the tokens weighs them, and
-    their sum is z (sequence pooling).
+    A convolution, ReLU and max-pooling turn an image into tokens, so there is no class token.
+    Learned positions are added. After the blocks, z is the sum of the tokens, weighted by a softmax
+    over their scores (sequence pooling).
 
-    Blocks are those of the paper, with normalisation before attention and MLP. Stochastic depth is
-    left out.
+    Blocks are those of the paper, with normalisation before attention and MLP. There is no
+    stochastic depth.
 
     Parameters
     ----------
@@ -47,13 +47,13 @@ def cct(
     classes : int
         Number of classes, or of outputs in regression.
     depth : int
-        How many transformer blocks.
+        Number of transformer blocks.
     kernel : int
         Height and width of the convolutions, an odd number.
     convolutions : int
-        How many convolutions, each followed by ReLU and max-pooling that halves height and width.
+        Number of convolutions, each followed by ReLU and max-pooling that halves height and width.
     width : int
-        Numbers in a token.
+        Size of a token.
     heads : int
         Heads of the attention, a divisor of ``width``.
     mlp_ratio : float
@@ -105,11 +105,11 @@ class ConvolutionalTokens(nn.Sequential):
     channels : int
         Channels of an image.
     width : int
-        Numbers in a token.
+        Size of a token.
     kernel : int
         Height and width of the convolutions.
     convolutions : int
-        How many.
+        Number of convolutions.
 
     Examples
     --------
@@ -119,7 +119,7 @@ class ConvolutionalTokens(nn.Sequential):
 
     def __init__(self, channels: int, width: int, kernel: int, convolutions: int) -> None:
         sizes = [channels, *(_BETWEEN,) * (convolutions - 1), width]
-        # The step of the public code: 1 for a kernel of 3 or 5, and 2 for one of 7.
+        # The stride of the public code: 1 for a kernel of 3 or 5, and 2 for one of 7.
         stride = max(1, kernel // 2 - 1)
         layers: list[nn.Module] = []
         for before, after in pairwise(sizes):
@@ -130,7 +130,7 @@ class ConvolutionalTokens(nn.Sequential):
         super().__init__(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Make tokens ``[samples, tokens, width]`` of images."""
+        """Return tokens ``[samples, tokens, width]`` of images."""
         return super().forward(x).flatten(2).transpose(1, 2)
 
 
@@ -140,7 +140,7 @@ class CompactTransformer(nn.Module):
     Parameters
     ----------
     tokens : nn.Module
-        Makes tokens ``[samples, tokens, width]`` of images.
+        Maps images to tokens ``[samples, tokens, width]``.
     size : tuple of int
         Height and width of the images.
     blocks : list of Block

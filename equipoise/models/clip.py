@@ -1,7 +1,7 @@
-"""CLIP (Radford et al., 2021): a frozen image encoder whose classes are described in words.
+"""CLIP (Radford et al., 2021): a frozen image encoder with classes described by text.
 
-The image encoder is the stem, so images are encoded once. Scores are CLIP's: the cosine of the
-image's and the prompt's embedding, times a frozen scale. What is trained is an adapter of the
+The image encoder is the stem, so images are encoded once. Scores are those of CLIP: the cosine of
+the image's and the prompt's embedding, times a frozen scale. The trained part is an adapter of the
 image's embedding (FedCLIP), the context of the prompts (PromptFL), or nothing (zero-shot).
 """
 
@@ -28,7 +28,7 @@ from equipoise.tree import digest
 PICTURE = "a picture of a {}"
 """FedCLIP's prompt."""
 
-# CLIP before training: its scale, and how widely its embeddings are spread.
+# Initial values of CLIP: its scale, and the standard deviation of its embeddings.
 _FIRST_SCALE = math.log(1 / 0.07)
 _SPREAD = 0.02
 # The start and the end of a text, after the 256 bytes.
@@ -50,7 +50,7 @@ def clip(
     heads: int = 4,
     mlp_ratio: float = 2.0,
 ) -> Model:
-    """Build CLIP as it is, for zero-shot classification.
+    """Build an unchanged CLIP, for zero-shot classification.
 
     Nothing is trained: use it with ``rounds: 0``.
 
@@ -61,12 +61,12 @@ def clip(
     classes : int
         Number of classes.
     source : str, optional
-        A pretrained CLIP with its tokenizer: a directory, or a name on the Hugging Face hub.
-        Without one it is a small CLIP with random weights, drawn from the seed, that reads texts
-        byte by byte.
+        A pretrained CLIP with its tokenizer: a directory, or a name on the Hugging Face hub. The
+        default is a small CLIP with random weights, drawn from the seed, that reads texts byte by
+        byte.
     class_names : tuple of str, optional
-        The names of the classes, in the order of the labels; underscores stand for spaces. By
-        default those of the federation. Without a source they may be left out.
+        The names of the classes, in the order of the labels. Underscores mean spaces. The default
+        is the names of the federation. They are optional without a source.
     template : str
         The prompt, with ``{}`` for the name of the class.
     fused : bool
@@ -77,7 +77,7 @@ def clip(
     Returns
     -------
     Model
-        ``stem`` makes embeddings of images, ``features`` scales them to length 1, and ``head``
+        ``stem`` computes embeddings of images, ``features`` scales them to length 1, and ``head``
         compares them with those of the prompts.
 
     Examples
@@ -109,9 +109,10 @@ def clipadapter(
     heads: int = 4,
     mlp_ratio: float = 2.0,
 ) -> Model:
-    """Build a frozen CLIP with an adapter after its image encoder, which is all that is trained (FedCLIP, Lu et al., 2023).
+    """Build a frozen CLIP with an adapter after its image encoder (FedCLIP, Lu et al., 2023).
 
-    With f the embedding of an image and two linear layers W₁ and W₂, the adapted embedding is
+    Only the adapter is trained. With f the embedding of an image and two linear layers W₁ and W₂,
+    the adapted embedding is
 
     - ``attention``: softmax(W₂ tanh(W₁ f + b₁) + b₂) ⊙ f, as in FedCLIP,
     - ``residual``: (1 − r) f + r relu(W₂ relu(W₁ f)), CLIP-Adapter (Gao et al., 2024), which the
@@ -132,14 +133,14 @@ def clipadapter(
     Returns
     -------
     Model
-        ``stem`` makes embeddings of images, ``features`` is the adapter and scales them to length
+        ``stem`` computes embeddings of images, ``features`` adapts them and scales them to length
         1, and ``head`` compares them with those of the prompts.
 
     Examples
     --------
     >>> model = clipadapter((1, 8, 8), 2, width_factor=2.0, width=16)
-    >>> [(name, tuple(p.shape)) for name, p in model.named_parameters() if p.requires_grad and p.dim() == 2]
-    [('features.layers.0.weight', (32, 16)), ('features.layers.2.weight', (16, 32))]
+    >>> [name for name, p in model.named_parameters() if p.requires_grad and p.dim() == 2]
+    ['features.layers.0.weight', 'features.layers.2.weight']
     """
     where = "of model 'clipadapter'"
     small = {"patch": patch, "width": width, "depth": depth, "heads": heads, "mlp_ratio": mlp_ratio}
@@ -170,24 +171,24 @@ def clipprompts(
     heads: int = 4,
     mlp_ratio: float = 2.0,
 ) -> PromptModel:
-    """Build a frozen CLIP with learned prompts, which are all that is trained (PromptFL, Guo et al., 2024).
+    """Build a frozen CLIP with learned prompts (PromptFL, Guo et al., 2024).
 
-    The prompt of a class is ``[start, context, name of the class, full stop, end]``, as in CoOp
-    (Zhou et al., 2022): the context vectors are the same for all classes, and the name stands at
-    the end.
+    Only the context of the prompts is trained. The prompt of a class is ``[start, context, name of
+    the class, full stop, end]``, as in CoOp (Zhou et al., 2022): the context vectors are the same
+    for all classes, and the name comes last.
 
     Parameters
     ----------
     shape, classes, source, class_names, fused, patch, width, depth, heads, mlp_ratio
         See :func:`clip`.
     context : int
-        How many context vectors; they are drawn from N(0, 0.02²).
+        Number of context vectors, drawn from N(0, 0.02²).
 
     Returns
     -------
     PromptModel
-        ``stem`` makes embeddings of images, ``features`` scales them to length 1, and ``head``
-        holds the context and the frozen text encoder and compares images with prompts.
+        ``stem`` computes embeddings of images, ``features`` scales them to length 1, and ``head``
+        contains the context and the frozen text encoder and compares images with prompts.
 
     Examples
     --------
@@ -210,16 +211,16 @@ class Parts(NamedTuple):
     Attributes
     ----------
     image : Frozen
-        Makes embeddings ``[samples, width]`` of images.
+        Maps images to embeddings ``[samples, width]``.
     text : Frozen
         A :class:`TextEncoder`.
     embed : callable
         Returns the vectors of the tokens of a text, ``[tokens, token width]``, from its start to
-        the token at which the text encoder is read out.
+        the token whose output is the embedding of the text.
     log_scale : float
         Logarithm of the factor on cosines.
     width : int
-        Numbers in an embedding.
+        Size of an embedding.
     """
 
     image: Frozen
@@ -232,7 +233,7 @@ class Parts(NamedTuple):
 def parts_of(
     source: str | None, shape: tuple[int, ...], *, model: str, fused: bool = True, **small: Any
 ) -> Parts:
-    """Take a CLIP apart.
+    """Return the parts of a CLIP.
 
     Parameters
     ----------
@@ -241,7 +242,7 @@ def parts_of(
     shape : tuple of int
         Channels, height and width of one image.
     model : str
-        The name of the model it is for, for messages.
+        Name of the model, for messages.
     fused : bool
         Whether to use fused attention.
     **small
@@ -254,7 +255,8 @@ def parts_of(
 
     Examples
     --------
-    >>> parts = parts_of(None, (1, 8, 8), model="clip", patch=4, width=16, depth=1, heads=2, mlp_ratio=2.0)
+    >>> small = {"patch": 4, "width": 16, "depth": 1, "heads": 2, "mlp_ratio": 2.0}
+    >>> parts = parts_of(None, (1, 8, 8), model="clip", **small)
     >>> parts.image(torch.zeros(5, 1, 8, 8)).shape, parts.embed("cat").shape
     (torch.Size([5, 16]), torch.Size([5, 16]))
     """
@@ -262,7 +264,7 @@ def parts_of(
     if source is None:
         return _small(shape, model, fused, **small)
     refuse_beside(source, small, model)
-    # A pretrained model needs transformers, the rest of this module does not.
+    # Only pretrained models need transformers.
     from equipoise.models.pretrained import clip_parts
 
     return clip_parts(source, shape, model=model, fused=fused)
@@ -278,7 +280,7 @@ def _small(
     heads: int,
     mlp_ratio: float,
 ) -> Parts:
-    """Draw a small CLIP with two encoders of one size."""
+    """Create a small CLIP with random weights, whose two encoders have the same size."""
     same = {"width": width, "depth": depth, "heads": heads, "mlp_ratio": mlp_ratio}
     tower = tokens_of(None, shape, model=model, fused=fused, patch=patch, **same)
     blocks = [Block(width, heads, mlp_ratio=mlp_ratio, fused=fused) for _ in range(depth)]
@@ -287,7 +289,11 @@ def _small(
         _SPREAD * torch.randn(_POSITIONS, width),
     )
     projections = [nn.Linear(width, width, bias=False) for _ in range(2)]
-    image = ClassToken(tower.stem.module, tower.encoder.module, projections[0])  # type: ignore[arg-type]
+    image = ClassToken(
+        tower.stem.module,  # type: ignore[arg-type]
+        tower.encoder.module,  # type: ignore[arg-type]
+        projections[0],
+    )
     text = TextEncoder(positions, blocks, LayerNorm(nn.LayerNorm(width)), projections[1])
 
     def embed(words: str) -> Tensor:
@@ -297,15 +303,15 @@ def _small(
 
 
 class TextEncoder(nn.Module):
-    """CLIP's text encoder from the vectors of tokens to embeddings of texts.
+    """CLIP's text encoder, which maps the vectors of tokens to embeddings of texts.
 
     Parameters
     ----------
     positions : Tensor
         Added to the vectors, ``[most tokens, token width]``.
     blocks : sequence of Block
-        In them a token attends only to those before it, so what follows the end of a text changes
-        nothing.
+        A token attends only to itself and to earlier tokens, so tokens after the end of a text have
+        no effect.
     norm : nn.Module
         Applied to the token at the end of each text.
     projection : nn.Module
@@ -337,7 +343,7 @@ class TextEncoder(nn.Module):
         tokens : Tensor
             ``[texts, tokens, token width]``.
         ends : Tensor
-            One-hot rows ``[texts, tokens]``: where each text ends.
+            One-hot rows ``[texts, tokens]``: the position of the end of each text.
 
         Returns
         -------
@@ -354,7 +360,7 @@ class TextEncoder(nn.Module):
 def embedded(
     parts: Parts, texts: Sequence[str], model: str, *, context: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return the vectors of the tokens of texts, and where the texts end once a context is inserted after their start.
+    """Return the token vectors of texts, and the positions of their ends after adding a context.
 
     Parameters
     ----------
@@ -363,9 +369,9 @@ def embedded(
     texts : sequence of str
         The texts.
     model : str
-        The name of the model they are for, for messages.
+        Name of the model, for messages.
     context : int
-        How many vectors will be inserted.
+        Number of vectors that will be inserted after the start token.
 
     Returns
     -------
@@ -375,7 +381,8 @@ def embedded(
 
     Examples
     --------
-    >>> parts = parts_of(None, (1, 8, 8), model="clip", patch=4, width=16, depth=1, heads=2, mlp_ratio=2.0)
+    >>> small = {"patch": 4, "width": 16, "depth": 1, "heads": 2, "mlp_ratio": 2.0}
+    >>> parts = parts_of(None, (1, 8, 8), model="clip", **small)
     >>> words, ends = embedded(parts, ["cat", "mouse"], "clip", context=4)
     >>> words.shape, ends.argmax(1)
     (torch.Size([2, 7, 16]), tensor([ 8, 10]))
@@ -395,7 +402,7 @@ def embedded(
 
 
 class Unit(nn.Module):
-    """Scales vectors to length 1.
+    """A layer that scales vectors to length 1.
 
     Examples
     --------
@@ -409,16 +416,16 @@ class Unit(nn.Module):
 
 
 class Adapter(nn.Module):
-    """Two linear layers that adapt an embedding, which is then scaled to length 1; see :func:`clipadapter`.
+    """Two linear layers that adapt an embedding and scale it to length 1; see :func:`clipadapter`.
 
     Parameters
     ----------
     width : int
-        Numbers in an embedding.
+        Size of an embedding.
     hidden : int
         Width of the hidden layer.
     ratio : float, optional
-        r of the residual form; without it the form is FedCLIP's attention.
+        r of the residual form. By default the form is FedCLIP's attention.
 
     Examples
     --------
@@ -448,9 +455,9 @@ class Adapter(nn.Module):
 class FixedPrompts(nn.Module):
     """A head that compares embeddings with those of fixed prompts.
 
-    The embeddings of the prompts are computed once, in float64. They are no buffer: their last bits
-    depend on the machine, and the hash of frozen tensors must not. ``identity``, the hash of what
-    they are computed from, takes their place in it.
+    The embeddings of the prompts are computed once, in float64. They are not a buffer, because
+    their last bits depend on the machine and the hash of frozen tensors must not. That hash uses
+    ``identity`` instead, the hash of the data from which they are computed.
 
     Parameters
     ----------
@@ -480,11 +487,12 @@ class FixedPrompts(nn.Module):
     @classmethod
     @torch.no_grad()
     def of(cls, parts: Parts, prompts: Sequence[str], model: str) -> FixedPrompts:
-        """Make the head of prompts in words.
+        """Create the head from the text of prompts.
 
         Examples
         --------
-        >>> parts = parts_of(None, (1, 8, 8), model="clip", patch=4, width=16, depth=1, heads=2, mlp_ratio=2.0)
+        >>> small = {"patch": 4, "width": 16, "depth": 1, "heads": 2, "mlp_ratio": 2.0}
+        >>> parts = parts_of(None, (1, 8, 8), model="clip", **small)
         >>> FixedPrompts.of(parts, ["a cat", "a dog"], "clip").text.shape
         torch.Size([2, 16])
         """
@@ -498,7 +506,7 @@ class FixedPrompts(nn.Module):
         return self.log_scale.exp() * (z @ self.text.to(z.dtype).T)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **options: Any) -> FixedPrompts:
-        """Follow ``to``, ``double`` and the like, which all come here."""
+        """Apply ``to``, ``double`` and similar conversions, which all call this method."""
         super()._apply(fn, *args, **options)
         self.text = fn(self.text)
         return self
@@ -512,18 +520,19 @@ class LearnedPrompts(nn.Module):
     encoder : Frozen
         A :class:`TextEncoder`.
     words : Tensor
-        The vectors of each prompt's other tokens, its start first, ``[classes, tokens, token
+        The vectors of each prompt's other tokens, the start token first, ``[classes, tokens, token
         width]``.
     ends : Tensor
-        One-hot rows ``[classes, tokens + context]``: where each prompt ends.
+        One-hot rows ``[classes, tokens + context]``: the position of the end of each prompt.
     context : int
-        How many context vectors; they are drawn from N(0, 0.02²).
+        Number of context vectors, drawn from N(0, 0.02²).
     log_scale : float
         Logarithm of the factor on cosines.
 
     Examples
     --------
-    >>> parts = parts_of(None, (1, 8, 8), model="clip", patch=4, width=16, depth=1, heads=2, mlp_ratio=2.0)
+    >>> small = {"patch": 4, "width": 16, "depth": 1, "heads": 2, "mlp_ratio": 2.0}
+    >>> parts = parts_of(None, (1, 8, 8), model="clip", **small)
     >>> words, ends = embedded(parts, ["cat", "mouse"], "clip", context=4)
     >>> LearnedPrompts(parts.text, words, ends, 4, 0.0)(torch.zeros(5, 16)).shape
     torch.Size([5, 2])
@@ -550,7 +559,7 @@ class LearnedPrompts(nn.Module):
         """Return the prompts' embeddings, of length 1, ``[classes, width]``."""
         context = self.context.expand(len(self.words), -1, -1)
         tokens = torch.cat([self.words[:, :1], context, self.words[:, 1:]], 1)
-        # By keyword, because the tokens carry the clients' axis where clients are stacked.
+        # The ends are a keyword argument, because only the tokens have an axis of stacked clients.
         return F.normalize(self.encoder(tokens, ends=self.ends), dim=-1)
 
     def forward(self, z: Tensor) -> Tensor:
@@ -559,12 +568,12 @@ class LearnedPrompts(nn.Module):
 
 
 class PromptModel(Model):
-    """A model of learned prompts, whose text embeddings are what methods align.
+    """A model with learned prompts. Methods align its text embeddings.
 
     Attributes
     ----------
     aligned_rows : str
-        What the rows of :meth:`aligned` stand for.
+        What the rows of :meth:`aligned` are.
 
     Examples
     --------
@@ -576,7 +585,7 @@ class PromptModel(Model):
     aligned_rows: ClassVar[str] = "classes"
 
     def aligned(self, z: Tensor) -> Tensor:
-        """Return the prompts' embeddings ``[classes, width]``; those of images, z, do not move."""
+        """Return the prompts' embeddings ``[classes, width]``; those of images are constant."""
         head: Any = self.head
         made: Tensor = head.text()
         return made
@@ -585,7 +594,7 @@ class PromptModel(Model):
 def _prompts(
     template: str, classes: int, class_names: Sequence[str] | None, source: str | None, model: str
 ) -> list[str]:
-    """Put the names of the classes into a prompt."""
+    """Return a prompt for each class."""
     if not isinstance(template, str) or template.count("{}") != 1:
         raise InputError(
             f"template of model {model!r} must be text with one {{}} for the class, got "
@@ -594,16 +603,16 @@ def _prompts(
     if class_names is None:
         if source is not None:
             raise InputError(
-                f"model {model!r} needs the names of the {classes} classes, and the data do not "
-                f"say them; valid: the option class_names, such as model: {{name: {model}, "
-                f"class_names: [cat, dog]}}, or data that do, such as imagefolder"
+                f"model {model!r} needs the names of the {classes} classes, which the data do not "
+                f"have; valid: the option class_names, such as model: {{name: {model}, "
+                f"class_names: [cat, dog]}}, or data with class names, such as imagefolder"
             )
-        # A text encoder with random weights knows no words.
+        # The names do not matter for a text encoder with random weights.
         class_names = [str(label) for label in range(classes)]
     names = several(class_names, f"class_names of model {model!r}", _name)
     if len(names) != classes:
         raise InputError(
-            f"class_names of model {model!r} must be {classes} names, one a class, got "
+            f"class_names of model {model!r} must be {classes} names, one per class, got "
             f"{list(names)}"
         )
     return [template.replace("{}", name.replace("_", " ")) for name in names]

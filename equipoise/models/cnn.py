@@ -17,10 +17,10 @@ def cnn2(
 ) -> Model:
     """Build two convolutions followed by two fully connected layers (GIFAIR-FL, section 5.1.3).
 
-    The paper gives no widths. The defaults are those of the CNN that FedAvg was introduced with
+    The paper does not specify widths. The defaults are those of the CNN in the FedAvg paper
     (McMahan et al., 2017): 5x5 convolutions with 32 and 64 channels that keep the image size, a 2x2
-    max-pool after each, 512 hidden units. That is 1,663,370 parameters for 28x28 grey images and
-    ten classes.
+    max-pool after each, and 512 hidden units. This gives 1,663,370 parameters for 28x28 grey images
+    and ten classes.
 
     Parameters
     ----------
@@ -65,9 +65,9 @@ def cnn4(
 ) -> Model:
     """Build four convolutions followed by one fully connected layer (FedCRC).
 
-    The paper gives no widths. Chosen here: 3x3 convolutions that keep the image size, with 32, 32,
-    64 and 64 channels, and a 2x2 max-pool after the second and the fourth, so that images of 8x8
-    still fit.
+    The paper does not specify widths. The defaults are 3x3 convolutions that keep the image size,
+    with 32, 32, 64 and 64 channels, and a 2x2 max-pool after the second and the fourth, so that
+    images of 8x8 pixels can be used.
 
     Parameters
     ----------
@@ -117,17 +117,18 @@ def bncnn(
     pools: int = 2,
     running: bool = True,
 ) -> Model:
-    """Build convolutions and fully connected layers with BatchNorm after each (a small form of FedBN's digits model).
+    """Build convolutions and fully connected layers, each with BatchNorm.
 
-    Convolutions keep the image size, with a 2x2 max-pool after each of the first. FedBN's own
-    widths are ``channels=(64, 64, 128)`` and ``hidden=(2048, 512)``. ``channels=(64, 64, 64, 64)``,
-    ``hidden=()``, ``kernel=3`` and ``pools=4`` make four convolutions and one fully connected
-    layer, as FedBABU and FedCRC describe theirs.
+    It is a smaller form of FedBN's model for digits. Convolutions keep the image size, and a 2x2
+    max-pool follows each of the first ``pools``. FedBN's own widths are ``channels=(64, 64, 128)``
+    and ``hidden=(2048, 512)``. The options ``channels=(64, 64, 64, 64)``, ``hidden=()``,
+    ``kernel=3`` and ``pools=4`` give four convolutions and one fully connected layer, as described
+    by FedBABU and FedCRC.
 
     Parameters
     ----------
     shape : tuple of int
-        Channels, height and width of one image, at least 4x4; twice that for every pool more than
+        Channels, height and width of one image, at least 4x4; twice as large for every pool beyond
         two.
     classes : int
         Number of classes, or of outputs in regression.
@@ -138,11 +139,11 @@ def bncnn(
     kernel : int
         Height and width of the convolutions' kernels, an odd number.
     pools : int
-        How many of the convolutions a max-pool follows.
+        Number of convolutions that are followed by a max-pool.
     running : bool
-        Whether BatchNorm keeps running statistics and evaluates by them. Without, a client's
-        samples are normalised by their own mean and variance in evaluation too, as public code of
-        FedBABU does: accuracy then depends on what else a client holds.
+        Whether BatchNorm keeps running statistics and uses them in evaluation. If false, a client's
+        samples are normalised by their own mean and variance in evaluation too, as in FedBABU's
+        public code. Accuracy on a sample then depends on the client's other samples.
 
     Returns
     -------
@@ -159,14 +160,14 @@ def bncnn(
     depth, height, width = image(shape, "bncnn", smallest=2**halvings)
     if count(kernel, "kernel of model 'bncnn'") % 2 == 0:
         raise InputError(
-            f"kernel of model 'bncnn' must be odd, got {kernel}: an even one cannot keep the image "
-            "size"
+            f"kernel of model 'bncnn' must be odd, got {kernel}: an even one would change the "
+            "image size"
         )
     keeps = flag(running, "running of model 'bncnn'")
     layers: list[nn.Module] = []
     convolutions = pairwise((depth, *several(channels, "channels of model 'bncnn'", count)))
     for index, (before, depth) in enumerate(convolutions):
-        # BatchNorm subtracts the mean, so a bias before it would do nothing.
+        # BatchNorm subtracts the mean, so a bias before it would have no effect.
         convolution = nn.Conv2d(before, depth, kernel, padding=kernel // 2, bias=False)
         layers += [convolution, nn.BatchNorm2d(depth, track_running_stats=keeps), nn.ReLU()]
         if index < halvings:
@@ -187,7 +188,7 @@ def bncnn(
 def pflcnn(
     shape: tuple[int, ...], classes: int, *, dropout: Sequence[float] = (0.25, 0.5)
 ) -> Model:
-    """Build the CIFAR-10 model of pfl-research's benchmarks, for comparing speed like with like.
+    """Build the CIFAR-10 model of pfl-research's benchmarks, for speed comparisons.
 
     Two 3x3 convolutions without padding (32 and 64 channels), a 2x2 max-pool, 128 hidden units,
     dropout before and after the hidden layer: 1,626,442 parameters for 3x32x32 images and ten

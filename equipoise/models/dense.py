@@ -1,6 +1,6 @@
 """Models without convolutions: logistic regression and the multilayer perceptron.
 
-Any sample shape will do.
+They take samples of any shape.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from equipoise.models.base import Model
 
 
 def logistic(shape: tuple[int, ...], classes: int) -> Model:
-    """Build logistic regression (linear regression on a regression task): the inputs themselves are the features.
+    """Build logistic regression, or linear regression on a regression task.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def mlp(
     classes : int
         Number of classes, or of outputs in regression.
     hidden : sequence of int
-        Width of each hidden layer; without any, this is ``logistic``.
+        Width of each hidden layer; with none, the model is ``logistic``.
     dropout : float
         Probability of dropping a unit after each hidden layer.
 

@@ -1,4 +1,4 @@
-"""DSA-IGN (Guo et al., 2024): split embeddings into what the label explains and the rest."""
+"""DSA-IGN (Guo et al., 2024): split embeddings into a label-related part and the rest."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from equipoise.models.layers import LayerNorm, Linear
 
 PROJECTIONS = ("matrix", "linear", "mlp")
 PHOTO = "A photo of a/an {}"
-"""The paper's text for the label of an image. "a/an" is replaced by the article that fits the name."""
+"""The paper's text for the label of an image. "a/an" is replaced with the right article."""
 CHARACTER = "Character {}"
-"""The paper's text for the label of a text whose next character is predicted."""
+"""The paper's text for a label when the task is to predict the next character."""
 _TOKEN = 32
-# Names that begin with the sound of a vowel, whatever their first letter.
+# Names that begin with a vowel sound, whatever their first letter.
 _VOWEL = re.compile(r"(?!one|uni|use|eu)[aeiou]|hour|honest|heir", re.IGNORECASE)
-# Tokenizers drop white space, so that these would be called alike.
+# Tokenizers drop white space, so these would have the same name.
 _WHITE_SPACE = {" ": "space", "\n": "newline", "\t": "tab"}
 
 
@@ -44,18 +44,18 @@ def dsaign(
     feedforward: int = 2048,
     dropout: float = 0.0,
 ) -> Model:
-    """Build the network that makes client indices of embeddings.
+    """Build the network that computes client indices from embeddings.
 
     See section 3.2 and appendix D.2 of Client2Vec.
 
-    An embedding D is doubled to [D, D], cut into tokens of 32 numbers, passed through a transformer
-    encoder, and put together again to [z, u]: what the label explains, and the feature index of the
-    sample. A projection of [z, u] reconstructs D.
+    An embedding D is repeated to [D, D], cut into tokens of 32 numbers, passed through a
+    transformer encoder, and concatenated to [z, u]: the part related to the label, and the feature
+    index of the sample. A projection of [z, u] reconstructs D.
 
-    The paper leaves open: dropout (here none), whether embeddings are scaled to length 1 (here they
-    are as the encoder makes them; of label vectors only the directions count in the losses), the
-    activation and the order of the encoder layers (those of ``nn.TransformerEncoderLayer``), and
-    positions of tokens (here none, as with that layer).
+    Choices that the paper leaves open: there is no dropout. Embeddings are not scaled to length 1
+    (for label vectors, the losses use only the directions). The activation and the order of the
+    encoder layers are those of ``nn.TransformerEncoderLayer``. Tokens have no positions, as with
+    that layer.
 
     Parameters
     ----------
@@ -68,17 +68,18 @@ def dsaign(
         for each class. Without it and without ``text``, label vectors are drawn from a normal
         distribution.
     text : str, optional
-        A text encoder that makes the label vectors: a directory or a name on the Hugging Face hub;
-        see :func:`equipoise.models.pretrained.text_encoder`. Its embeddings must be as wide as
-        those of samples.
+        A text encoder that computes the label vectors: a directory or a name on the Hugging Face
+        hub; see :func:`equipoise.models.pretrained.text_encoder`. Its embeddings must have the same
+        size as those of samples.
     class_names : tuple of str, optional
         The names of the classes, for ``text``; by default those of the federation.
     template : str
         The text for a class, with ``{}`` for its name, for ``text``.
     projection : {"matrix", "linear", "mlp"}
-        What reconstructs D: a matrix, a linear layer with a bias, or two layers (figure 8).
+        The layer that reconstructs D: a matrix, a linear layer with a bias, or two layers
+        (figure 8).
     depth : int
-        How many layers the transformer encoder has.
+        Number of layers of the transformer encoder.
     heads : int
         Heads of its attention, a divisor of 32.
     feedforward : int
@@ -89,8 +90,8 @@ def dsaign(
     Returns
     -------
     Model
-        ``features`` returns [z, u]; ``head`` the cosines of z with the label vectors, which are
-        frozen; the part ``reconstruction`` is the projection.
+        ``features`` returns [z, u]. ``head`` returns the cosines of z and the label vectors, which
+        are frozen. The part ``reconstruction`` is the projection.
 
     Examples
     --------
@@ -116,7 +117,7 @@ def dsaign(
         if labels is not None:
             raise InputError(
                 "model 'dsaign' takes label vectors from a file (labels) or from a text encoder "
-                "(text), not both"
+                "(text); set only one of them"
             )
         head = _described(text, label_texts(class_names, classes, template), width)
     else:
@@ -141,22 +142,21 @@ def label_texts(
 ) -> list[str]:
     """Return the text that describes each class.
 
-    Underscores in names stand for spaces, and white space is spelled out, because tokenizers drop
-    it.
+    Underscores in names mean spaces. White space is spelled out, because tokenizers drop it.
 
     Parameters
     ----------
     class_names : sequence of str or None
         The names of the classes.
     classes : int
-        How many there must be.
+        Number of classes.
     template : str
-        With ``{}`` for the name, and perhaps "a/an" for an article.
+        Text with ``{}`` for the name, and optionally "a/an" for an article.
 
     Returns
     -------
     list of str
-        One text a class.
+        One text per class.
 
     Examples
     --------
@@ -171,14 +171,15 @@ def label_texts(
         )
     if class_names is None:
         raise InputError(
-            f"model 'dsaign' needs the names of the {classes} classes for the option text, and the "
-            "data do not say them; "
+            f"model 'dsaign' needs the names of the {classes} classes for the option text, which "
+            "the data do not have; "
             "valid: the option class_names, such as model: {name: dsaign, class_names: [cat, dog]}"
         )
     names = several(class_names, "class_names of model 'dsaign'", _name)
     if len(names) != classes:
         raise InputError(
-            f"class_names of model 'dsaign' must be {classes} names, one a class, got {list(names)}"
+            f"class_names of model 'dsaign' must be {classes} names, one per class, got "
+            f"{list(names)}"
         )
     plain = [
         _WHITE_SPACE.get(name, name.replace("_", " ") if name != "_" else name) for name in names
@@ -197,14 +198,14 @@ def _name(value: object, what: str) -> str:
 
 
 def _described(source: str, texts: list[str], width: int) -> LabelCosines:
-    # A text encoder needs transformers, the rest of this module does not.
+    # Only text encoders need transformers.
     from equipoise.models.pretrained import text_encoder
 
     encoder = text_encoder(source)
     if encoder.width != width:
         raise InputError(
-            f"text encoder {source!r} of model 'dsaign' makes embeddings of {encoder.width} "
-            f"numbers, but those of samples have {width}; valid: encoders of one width, such as "
+            f"text encoder {source!r} of model 'dsaign' has embeddings of size {encoder.width}, "
+            f"but those of samples have size {width}; valid: encoders of the same size, such as "
             "the two of a CLIP"
         )
     identity = hashlib.sha256(repr((encoder.digest, texts)).encode()).hexdigest()
@@ -212,7 +213,7 @@ def _described(source: str, texts: list[str], width: int) -> LabelCosines:
 
 
 def _label_vectors(path: str, classes: int, width: int) -> Tensor:
-    # Only models of this kind with a file need it.
+    # Only needed for label vectors from a file.
     from equipoise.run.files import load_tensors
 
     try:
@@ -231,12 +232,12 @@ def _label_vectors(path: str, classes: int, width: int) -> Tensor:
 class EncoderLayer(nn.Module):
     """A layer of the original transformer encoder (Vaswani et al., 2017).
 
-    Sums are normalised after they are taken, and the activation is ReLU.
+    Residual sums are normalised afterwards, and the activation is ReLU.
 
     Parameters
     ----------
     width : int
-        Numbers in a token.
+        Size of a token.
     heads : int
         Heads of the attention.
     hidden : int
@@ -273,7 +274,7 @@ class Decomposition(nn.Module):
     Parameters
     ----------
     layers : list of nn.Module
-        Map tokens ``[samples, tokens, 32]`` to such tokens.
+        Map tokens ``[samples, tokens, 32]`` to tokens of the same shape.
 
     Examples
     --------
@@ -294,15 +295,15 @@ class Decomposition(nn.Module):
 
 
 class LabelCosines(nn.Module):
-    """The cosines of z, the first half of [z, u], with label vectors that are never trained.
+    """The cosines of z, the first half of [z, u], and label vectors that are not trained.
 
     Parameters
     ----------
     vectors : Tensor
         ``[classes, width]``.
     identity : str, optional
-        A hash of what the vectors were computed from, in hexadecimal digits. It takes their place
-        in the hash of frozen tensors, because the last bits of computed vectors depend on the
+        A hash of the data from which the vectors were computed, in hexadecimal digits. It replaces
+        them in the hash of frozen tensors, because the last bits of computed vectors depend on the
         machine.
 
     Attributes
@@ -334,7 +335,7 @@ class LabelCosines(nn.Module):
         return F.normalize(z, dim=1) @ F.normalize(self.vectors, dim=1).T
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **options: Any) -> LabelCosines:
-        """Follow ``to``, ``double`` and the like, which all come here."""
+        """Apply ``to``, ``double`` and similar conversions, which all call this method."""
         super()._apply(fn, *args, **options)
         if self._computed:
             self.vectors = fn(self.vectors)

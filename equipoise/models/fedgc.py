@@ -30,9 +30,9 @@ def fedgc(
 ) -> Model:
     """Build the model of FedGC (Cheng et al., 2024): prompts that GC-Net shifts for every image.
 
-    The transformer sees an image twice. GC-Net makes h of the class token of the first pass, which
-    has no prompts. The second pass has the prompts p₁ + h, ..., pₙ + h after the image's tokens,
-    and z is its class token. Only prompts, GC-Net and head are trained.
+    The transformer processes an image twice. GC-Net computes h from the class token of the first
+    pass, which has no prompts. The second pass has the prompts p₁ + h, ..., pₙ + h after the
+    image's tokens, and z is its class token. Only prompts, GC-Net and head are trained.
 
     Parameters
     ----------
@@ -41,14 +41,14 @@ def fedgc(
     classes : int
         Number of classes, or of outputs in regression.
     source : str, optional
-        A pretrained ViT, DINOv2 or CLIP, as in model ``vitprompts``. Without one the transformer is
+        A pretrained ViT, DINOv2 or CLIP, as in model ``vitprompts``. By default the transformer is
         that of model ``vit``, with random weights drawn from the seed.
     prompts : int
         Number of prompts, drawn from N(0, 0.02²).
     hidden : int, optional
         Width of GC-Net's hidden layer; by default four times that of a token.
     dropout : float
-        Probability of dropping a number of z in training.
+        Probability of dropping a component of z in training.
     fused : bool
         Whether to use fused attention, which is faster and needs less memory.
     patch, width, depth, heads, mlp_ratio
@@ -57,15 +57,14 @@ def fedgc(
     Returns
     -------
     Model
-        ``stem`` makes of an image the class token of the first pass and the tokens; ``features``
+        ``stem`` maps an image to the class token of the first pass and the tokens; ``features``
         has ``prompts``, ``gcnet`` and the frozen encoder; ``head`` is the linear layer.
 
     Examples
     --------
     >>> model = fedgc((1, 8, 8), 10, width=16)
-    >>> {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad and "bias" not in name}
-    {'features.prompts': (4, 16), 'features.gcnet.0.weight': (64, 16), 'features.gcnet.2.weight': (16, 64),
-     'head.weight': (10, 16)}
+    >>> [name for name, p in model.named_parameters() if p.requires_grad and p.dim() == 2]
+    ['features.prompts', 'features.gcnet.0.weight', 'features.gcnet.2.weight', 'head.weight']
     """
     number = count(prompts, "prompts of model 'fedgc'")
     rate = probability(dropout, "dropout of model 'fedgc'")
@@ -92,7 +91,7 @@ class FirstPass(nn.Module):
     Parameters
     ----------
     tokens : Frozen
-        Makes tokens of images, the class token first.
+        Maps images to tokens, the class token first.
     encoder : Frozen
         Maps tokens to the class token.
 
@@ -124,11 +123,11 @@ class Customized(nn.Module):
     prompts : int
         Number of prompts.
     width : int
-        Numbers in a token.
+        Size of a token.
     hidden : int
         Width of GC-Net's hidden layer.
     dropout : float
-        Probability of dropping a number of z.
+        Probability of dropping a component of z.
 
     Examples
     --------
@@ -147,10 +146,10 @@ class Customized(nn.Module):
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, encoded: Tensor) -> Tensor:
-        """Return z of what :class:`FirstPass` made of a batch of images."""
+        """Return z for the output of :class:`FirstPass` for a batch of images."""
         encoded = encoded.to(self.prompts.dtype)
         first, tokens = encoded[:, 0], encoded[:, 1:]
-        # [samples, 1, width] + [prompts, width]: each image's own h reaches all of its prompts.
+        # [samples, 1, width] + [prompts, width]: h of an image is added to all of its prompts.
         prompts = self.gcnet(first).unsqueeze(1) + self.prompts
         z: Tensor = self.dropout(self.encoder(torch.cat([tokens, prompts], 1)))
         return z

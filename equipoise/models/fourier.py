@@ -1,4 +1,4 @@
-"""Images in frequency space."""
+"""Fourier transforms of images."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from torch import Tensor, nn
 
 from equipoise.models.base import pixels
 
-# Coefficients smaller than this share of an image's largest one are rounding errors, and so is
-# their phase.
+# Coefficients smaller than this share of an image's largest one are rounding errors, so their phase
+# is arbitrary.
 _NEGLIGIBLE = 1e-6
 
 
 def amplitudes(x: Tensor, low: int | None = None) -> Tensor:
     """Return the amplitudes of images: the absolute values of their Fourier coefficients.
 
-    Images are real, so half of the horizontal frequencies determine the others and are left out.
+    Images are real, so half of the horizontal frequencies determine the other half, which is left
+    out.
 
     Parameters
     ----------
     x : Tensor
         Images ``[..., height, width]``.
     low : int, optional
-        Return the frequencies from -low to low only, down and across; by default all of them.
+        Return only the vertical and horizontal frequencies from -low to low; by default all.
 
     Returns
     -------
     Tensor
-        ``[..., vertical frequencies, horizontal frequencies]``: the vertical ones 0, 1, ..., -1,
-        the horizontal ones from 0 up.
+        ``[..., vertical frequencies, horizontal frequencies]``, in the order 0, 1, ..., -1 and
+        0, 1, ....
 
     Examples
     --------
@@ -49,17 +50,17 @@ def amplitudes(x: Tensor, low: int | None = None) -> Tensor:
 
 
 class AmplitudeNorm(nn.Module):
-    """Gives all images the same amplitudes and leaves each its own phases (HarmoFL's Ψ).
+    """A layer that sets the amplitudes of images and keeps their phases (HarmoFL's Ψ).
 
     A coefficient F of an image becomes Ã F/|F|, where Ã is the amplitude at its frequency.
-    Coefficients that are 0 up to rounding have no phase and stay as they are.
+    Coefficients that are 0 up to rounding have no phase and do not change.
 
     Parameters
     ----------
     shape : tuple of int
         Channels, height and width of an image.
     low : int, optional
-        Change the frequencies from -low to low only; see :func:`amplitudes`.
+        Change only the frequencies from -low to low; see :func:`amplitudes`.
 
     Attributes
     ----------
@@ -88,7 +89,7 @@ class AmplitudeNorm(nn.Module):
         self.register_buffer("chosen", self._spread(torch.ones_like(some)) > 0)
 
     def _spread(self, some: Tensor) -> Tensor:
-        """Put the chosen frequencies where they are among all of them, with zeros between."""
+        """Place the chosen frequencies among all frequencies, and fill up with zeros."""
         height, width = self.frequencies
         rising, falling = some[..., : self.rising, :], some[..., self.rising :, :]
         tall = torch.cat([F.pad(rising, (0, 0, 0, height - some.shape[-2])), falling], -2)
@@ -98,7 +99,7 @@ class AmplitudeNorm(nn.Module):
         """Return images ``[samples, channels, height, width]`` with the amplitudes of the layer."""
         images = pixels(x, self.amplitude.dtype)
         if not images.numel():
-            # Some libraries refuse to transform nothing.
+            # Some libraries do not accept empty tensors.
             return images
         spectrum = torch.fft.rfft2(images)
         size = spectrum.abs()

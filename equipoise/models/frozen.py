@@ -1,4 +1,7 @@
-"""Parts of a model that never move: one copy for all clients, called with the samples of all of them in one batch."""
+"""Parts of a model that are never trained.
+
+There is one copy for all clients. It is called with the samples of all clients in one batch.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ Output = Tensor | tuple[Tensor, ...]
 
 @contextmanager
 def plain_attention() -> Iterator[None]:
-    """Let ``scaled_dot_product_attention`` use plain matrix products while the block runs.
+    """Make ``scaled_dot_product_attention`` use plain matrix products inside a ``with`` block.
 
-    Fused attention has no second derivative and no rule for ``vmap``. :class:`Frozen` uses this
+    Fused attention has no second derivative and no ``vmap`` rule. :class:`Frozen` uses this context
     inside transforms of ``torch.func``. Code that calls ``torch.autograd.grad(...,
     create_graph=True)`` must wrap the forward pass in it.
 
@@ -53,7 +56,7 @@ def _entered() -> Iterator[None]:
 
 
 def inside_frozen() -> bool:
-    """Say whether a :class:`Frozen` is being called.
+    """Return whether a :class:`Frozen` is being called.
 
     Examples
     --------
@@ -67,28 +70,28 @@ def inside_frozen() -> bool:
 
 
 class Frozen(nn.Module):
-    """A module that never moves.
+    """A module that is never trained.
 
-    Its parameters require no gradient, and it stays in evaluation mode whatever its parent does.
-    Gradients flow through it to its inputs.
+    Its parameters require no gradient, and it is always in evaluation mode, whatever the mode of
+    its parent. Gradients flow through it to its inputs.
 
-    Stacked clients share it: under one level of ``torch.func.vmap`` their samples are put into one
-    batch, ``[clients, samples, ...]`` becomes ``[clients * samples, ...]``, and autograd records an
+    Stacked clients share it: under one level of ``torch.func.vmap`` their samples form one batch,
+    ``[clients, samples, ...]`` becomes ``[clients * samples, ...]``, and autograd records an
     ordinary call. Inside any other combination of transforms, such as a loss that uses
-    ``torch.func.grad``, the module is called as it is, with plain attention (see
+    ``torch.func.grad``, the module is called directly, with plain attention (see
     :func:`plain_attention`).
 
     Parameters
     ----------
     module : nn.Module
-        A function of a batch that treats samples one by one. It takes tensors with the samples
+        A function of a batch that treats samples independently. It takes tensors with the samples
         along their first axis, and returns such a tensor or a tuple of them.
 
     Attributes
     ----------
     dtype : torch.dtype
-        The type of the output where no input has a floating point type. It is the type the module
-        was given with and follows ``to``, but not :meth:`lower`.
+        The type of the output if no input has a floating point type. It is the original type of the
+        module. ``to`` changes it, but :meth:`lower` does not.
 
     Examples
     --------
@@ -103,7 +106,7 @@ class Frozen(nn.Module):
         super().__init__()
         self.module = module.requires_grad_(False).eval()
         for layer in module.modules():
-            # Some layers have a faster way to compute with weights that are never trained.
+            # Some layers are faster with weights that are never trained.
             if hasattr(layer, "constant"):
                 layer.constant = True  # type: ignore[assignment]
         self.dtype = self._type_inside() or torch.get_default_dtype()
@@ -154,12 +157,12 @@ class Frozen(nn.Module):
         Parameters
         ----------
         *inputs, **named : Tensor
-            What the module takes, samples first.
+            The inputs of the module, samples first.
 
         Returns
         -------
         Tensor or tuple of Tensor
-            What it returns.
+            The outputs of the module.
 
         Examples
         --------
@@ -169,8 +172,7 @@ class Frozen(nn.Module):
         stack = transforms()
         if not stack:
             return self._call(*inputs, **named)
-        # Clients may have tensors of their own here if someone stacked them; these cannot share a
-        # batch.
+        # If the module's own tensors are stacked by client, clients cannot share a batch.
         own = any(_functorch.is_functorch_wrapped_tensor(tensor) for tensor in self._tensors())
         if stack != [_functorch.TransformType.Vmap] or own:
             with plain_attention():
@@ -206,17 +208,17 @@ class Frozen(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **options: Any) -> Frozen:
-        """Follow ``to``, ``double`` and the like, which all come here."""
+        """Apply ``to``, ``double`` and similar conversions, which all call this method."""
         super()._apply(fn, *args, **options)
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         return self
 
 
 class _Fold(torch.autograd.Function):
-    """A call of a function of samples with the samples of all clients.
+    """A call of a function with the samples of all clients in one batch.
 
-    Only the rule for ``vmap`` is ever used. Its tensors are ordinary ones, so that autograd records
-    what it does with them like any other operation, and no gradient is needed here.
+    Only the ``vmap`` rule is used. Inside it, tensors are ordinary, so autograd records the
+    operations and no gradient needs to be defined here.
     """
 
     @staticmethod
@@ -225,7 +227,7 @@ class _Fold(torch.autograd.Function):
 
     @staticmethod
     def setup_context(*_: Any) -> None:
-        """PyTorch asks for this beside a rule for ``vmap``."""
+        """Do nothing; PyTorch requires this method for a ``vmap`` rule."""
 
     @staticmethod
     def vmap(
@@ -250,10 +252,10 @@ class _Fold(torch.autograd.Function):
 
 
 def transforms() -> list[Any]:
-    """List the kinds of the transforms of ``torch.func`` that are active, outermost first.
+    """List the kinds of the active transforms of ``torch.func``, outermost first.
 
-    PyTorch has no public way to ask for them. This is the one place that uses its internals for it,
-    which are the same from version 2.6 on.
+    PyTorch has no public function for this. Only this place uses its internals for it, which are
+    the same from version 2.6 on.
 
     Examples
     --------
@@ -266,7 +268,7 @@ def transforms() -> list[Any]:
 
 
 def transform_level() -> int:
-    """Return how many transforms of ``torch.func`` are active: that of the caller's own tensors.
+    """Return the number of active transforms of ``torch.func``.
 
     Examples
     --------
@@ -277,7 +279,7 @@ def transform_level() -> int:
 
 
 def frozen_names(module: nn.Module) -> frozenset[str]:
-    """List the names of all parameters and buffers that lie inside a :class:`Frozen`.
+    """Return the names of all parameters and buffers inside a :class:`Frozen`.
 
     Parameters
     ----------
@@ -287,7 +289,7 @@ def frozen_names(module: nn.Module) -> frozenset[str]:
     Returns
     -------
     frozenset of str
-        Dotted names, as ``named_parameters`` and ``named_buffers`` give them. A tensor that lies in
+        Dotted names, as in ``named_parameters`` and ``named_buffers``. A tensor that is used in
         several places has a name for each.
 
     Examples
@@ -304,7 +306,7 @@ def frozen_names(module: nn.Module) -> frozenset[str]:
 
 
 def digest_of(module: nn.Module) -> str:
-    """Hash the names, types, shapes and values of all parameters and buffers.
+    """Return a hash of the names, types, shapes and values of all parameters and buffers.
 
     Examples
     --------
@@ -322,5 +324,5 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Convert a floating point tensor to a type, if there is one."""
+    """Convert a floating point tensor to a type, unless it is None."""
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)

@@ -1,9 +1,9 @@
-"""Functions of PyTorch that models call in their own code, carried out so that clients can be stacked.
+"""Replacements for PyTorch functions that models call in their own code.
 
-Layers are replaced by :func:`equipoise.models.layers.convert`. Functions that draw random numbers,
-such as ``torch.nn.functional.dropout``, cannot be. While a :class:`Carried` is active, they draw
-the engine's random numbers, and attention is made of matrix products, which can be stacked and
-differentiated twice.
+They allow clients to be stacked. :func:`equipoise.models.layers.convert` replaces layers, but
+cannot replace functions that draw random numbers, such as ``torch.nn.functional.dropout``. While a
+:class:`Carried` is active, these functions draw the engine's random numbers, and attention uses
+matrix products, which can be stacked and differentiated twice.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from equipoise.models.frozen import inside_frozen
 from equipoise.models.layers import current_pass, dropped, kept_units, next_key
 from equipoise.random import fold_tensor, normal, uniform
 
-# The value that a dropped unit of alpha dropout has: that of SELU for minus infinity.
+# The value of a dropped unit in alpha dropout: SELU's limit at minus infinity.
 _ALPHA = -1.7580993408473766
 
 
 class Carried(TorchFunctionMode):
-    """Carries out dropout, attention and other random functions while it is active.
+    """A context that replaces dropout, attention and random functions while it is active.
 
-    Frozen modules are left as they are: they are in evaluation mode and may use fused attention.
+    Frozen modules are not affected: they are in evaluation mode and may use fused attention.
 
     Attributes
     ----------
     seen : set of str
-        The names of the functions that were carried out.
+        The names of the functions that were called and replaced.
 
     Examples
     --------
@@ -48,7 +48,7 @@ class Carried(TorchFunctionMode):
         self.seen: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call what replaces a function, or the function."""
+        """Call the replacement of a function, or the function itself."""
         replacement = None if inside_frozen() else _REPLACED.get(func)
         if replacement is not None:
             self.seen.add(func.__name__)
@@ -56,7 +56,7 @@ class Carried(TorchFunctionMode):
 
 
 class Watched(Carried):
-    """Does what :class:`Carried` does, and notes which functions draw from PyTorch's generators all the same.
+    """A :class:`Carried` that also records functions that still draw from PyTorch's generators.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ class Watched(Carried):
 
 
 def advice(drawing: Sequence[str]) -> str:
-    """Return what to change in a model that draws random numbers of its own.
+    """Return advice for a model that draws from PyTorch's random generators.
 
     Parameters
     ----------
@@ -115,14 +115,20 @@ def advice(drawing: Sequence[str]) -> str:
         "normal_",
     ):
         return f"call {name} only if self.training"
-    return "use nn.Dropout, torch.nn.functional.dropout, torch.rand or torch.randn, whose numbers can be drawn again"
+    return (
+        "use nn.Dropout, torch.nn.functional.dropout, torch.rand or torch.randn, whose numbers can "
+        "be drawn again"
+    )
 
 
 # ---- dropout -------------------------------------------------------------------------------------
 
 
 def _key_in_training() -> Tensor | None:
-    """Return the key of the next draw, or ``None`` outside of training: then PyTorch draws, which is refused."""
+    """Return the key of the next draw, or ``None`` outside of training.
+
+    Without a key PyTorch's function is called, and its draw is detected and refused.
+    """
     forward = current_pass()
     return next_key(None, 0) if forward is not None and forward.train else None
 
@@ -130,7 +136,7 @@ def _key_in_training() -> Tensor | None:
 def _dropout(
     original: Callable[..., Tensor], *, channels: bool = False, alpha: bool = False
 ) -> Callable[..., Tensor]:
-    """Return what replaces one of the functions for dropout of ``torch.nn.functional``."""
+    """Return the replacement of a dropout function of ``torch.nn.functional``."""
 
     def replacement(
         input: Tensor, p: float = 0.5, training: bool = not alpha, inplace: bool = False
@@ -147,7 +153,7 @@ def _dropout(
 
 
 def _alpha_dropped(x: Tensor, p: float, key: Tensor, channels: bool) -> Tensor:
-    """Drop units to SELU's lowest value, and keep the mean and the variance of a standard normal input."""
+    """Set dropped units to SELU's lowest value; keep mean and variance of a normal input."""
     kept, share = kept_units(x, p, key, channels)
     if share == 0:
         return torch.zeros_like(x)
@@ -156,7 +162,7 @@ def _alpha_dropped(x: Tensor, p: float, key: Tensor, channels: bool) -> Tensor:
 
 
 def _low_level(replacement: Callable[..., Tensor], *, inplace: bool) -> Callable[..., Tensor]:
-    """Return what replaces the function of ``torch`` with the arguments input, p and train."""
+    """Return the replacement of a function of ``torch`` with the arguments input, p and train."""
     return lambda input, p, train: replacement(input, p, train, inplace)
 
 
@@ -164,7 +170,7 @@ def _low_level(replacement: Callable[..., Tensor], *, inplace: bool) -> Callable
 
 
 def _drawn(shape: Sequence[int], draw: Callable[..., Tensor], dtype: torch.dtype) -> Tensor | None:
-    """Draw numbers of a shape, or return ``None`` outside of training."""
+    """Draw random numbers of a shape, or return ``None`` outside of training."""
     key = _key_in_training()
     if key is None:
         return None
@@ -173,7 +179,7 @@ def _drawn(shape: Sequence[int], draw: Callable[..., Tensor], dtype: torch.dtype
 
 
 def _filled(original: Callable[..., Tensor], draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return what replaces ``torch.rand`` or ``torch.randn``."""
+    """Return the replacement of ``torch.rand`` or ``torch.randn``."""
 
     def replacement(*size: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
         given = options.pop("size", None) or (
@@ -186,7 +192,7 @@ def _filled(original: Callable[..., Tensor], draw: Callable[..., Tensor]) -> Cal
 
 
 def _like(original: Callable[..., Tensor], draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return what replaces ``torch.rand_like`` or ``torch.randn_like``."""
+    """Return the replacement of ``torch.rand_like`` or ``torch.randn_like``."""
 
     def replacement(input: Tensor, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
         made = _drawn(input.shape, draw, dtype or input.dtype)
@@ -233,19 +239,19 @@ def _normal_(input: Tensor, mean: float = 0.0, std: float = 1.0, **options: Any)
 def attention_weights(
     scores: Tensor, masks: Sequence[Tensor | None], *, is_causal: bool = False
 ) -> Tensor:
-    """Return the softmax of scores over the last axis, without what masks exclude.
+    """Return the softmax of scores over the last axis, without masked keys.
 
-    A query for which everything is excluded gets weights of zero.
+    If all keys of a query are masked, its weights are zero.
 
     Parameters
     ----------
     scores : Tensor
         ``[..., queries, keys]``.
     masks : sequence of Tensor or None
-        Truth values, true where a key takes part, or numbers that are added to the scores. Each of
-        them broadcasts.
+        Booleans, true where a key is used, or numbers that are added to the scores. Each of them is
+        broadcast.
     is_causal : bool
-        Whether query i takes part of keys 0 to i only.
+        Whether query i attends only to keys 0 to i.
 
     Returns
     -------
@@ -271,8 +277,8 @@ def attention_weights(
         allowed = inside if allowed is None else allowed & inside
     if allowed is None:
         return scores.softmax(-1)
-    # The lowest number instead of minus infinity, whose softmax has no gradient where everything is
-    # excluded.
+    # Use the lowest number instead of minus infinity: if all keys are masked, the softmax of minus
+    # infinity has no gradient.
     return torch.where(allowed, scores, lowest).softmax(-1) * allowed
 
 
@@ -296,7 +302,7 @@ def _scaled_dot_product_attention(
     weights = attention_weights(
         (query * factor) @ key.transpose(-1, -2), [attn_mask], is_causal=is_causal
     )
-    # Through the function, so that dropout outside of training is treated as everywhere.
+    # Call the function, so that dropout outside of training is handled as everywhere.
     return _REPLACED[F.dropout](weights, dropout_p, dropout_p > 0) @ value
 
 
@@ -327,10 +333,10 @@ def _multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Do what ``F.multi_head_attention_forward`` does, whose arguments these are; a causal mask comes as ``attn_mask``."""
+    """Replace ``F.multi_head_attention_forward``. A causal mask is passed as ``attn_mask``."""
     if query.dim() != 3 or static_k is not None or static_v is not None:
         raise InputError(
-            f"attention is called with queries of shape {tuple(query.shape)}; valid: a batch of "
+            f"attention is called with queries of shape {tuple(query.shape)}; valid: a batch with "
             "three dimensions, and no static keys or values"
         )
     own = (q_proj_weight, k_proj_weight, v_proj_weight)
@@ -338,7 +344,7 @@ def _multi_head_attention(
         own if use_separate_proj_weight or in_proj_weight is None else in_proj_weight.chunk(3)
     )
     biases: Any = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
-    # Samples first: random numbers must not depend on how many samples a batch has.
+    # Put samples first: random numbers must not depend on the number of samples in a batch.
     batches = (tensor.transpose(0, 1) for tensor in (query, key, value))
     q, k, v = (_linear(*given) for given in zip(batches, factors, biases, strict=True))
     samples, added = len(q), 0
@@ -363,19 +369,19 @@ def _multi_head_attention(
 
 
 def _grid(mask: Tensor, heads: int, added: int) -> tuple[int, int, int]:
-    """Return the shape of a mask of attention for one sample: it may have one for each head."""
+    """Return the shape of an attention mask of one sample, which may have one mask per head."""
     return (heads if mask.dim() == 3 else 1, mask.shape[-2], mask.shape[-1] + added)
 
 
 def _taking_part(mask: Tensor, added: int) -> Tensor:
-    """Turn a mask of PyTorch's modules, true where a key is left out, around; keys that were added always take part."""
+    """Invert a mask of PyTorch's modules, which is true for masked keys. Added keys are used."""
     if mask.dtype == torch.bool:
         return F.pad(~mask, (0, added), value=True)
     return F.pad(mask, (0, added), value=0.0)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Make one matrix product for each client; see :class:`equipoise.models.layers.Linear`."""
+    """Use one matrix product for each client; see :class:`equipoise.models.layers.Linear`."""
     return F.linear(x.flatten(0, 1), weight, bias).unflatten(0, x.shape[:2])
 
 

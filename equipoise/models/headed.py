@@ -1,4 +1,4 @@
-"""Models as they come: any module, divided where its head begins."""
+"""Any module, divided into features and head."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ def with_head(module: nn.Module, head: str) -> Headed:
     module : nn.Module
         Any model, such as a ``ViTForImageClassification`` of Hugging Face.
     head : str
-        The dotted name of the layer that is the head, such as ``"classifier"``. Methods that
-        compute with z need a module that calls it once, with one tensor, and returns what it
-        returns.
+        The dotted name of the layer that is the head, such as ``"classifier"``. Methods that use z
+        need a module that calls this layer once, with one tensor, and returns its output.
 
     Returns
     -------
     Headed
-        A model that returns what the module returns.
+        A model with the same outputs as the module.
 
     Raises
     ------
     InputError
-        If there is no such layer, or nothing around it.
+        If there is no such layer, or if it is the whole module.
 
     Examples
     --------
@@ -58,12 +57,12 @@ def with_head(module: nn.Module, head: str) -> Headed:
 
 
 class Headed(Model):
-    """A module of any class, divided where its head begins; see :func:`with_head`.
+    """A module of any class, divided into features and head; see :func:`with_head`.
 
     Parameters
     ----------
     module : nn.Module
-        The model. Its head is taken out of it.
+        The model. Its head is removed from it.
     head : str
         The dotted name of its head.
 
@@ -78,13 +77,13 @@ class Headed(Model):
         super().__init__(Body(module, head), part)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the module returns; it may do anything with the outputs of its head."""
+        """Return the output of the whole module, which may process the output of its head."""
         features: Any = self.features
         output: Tensor = features.through(self.head, x if self.inputs is None else self.inputs(x))
         return output
 
     def whole(self) -> nn.Module:
-        """Put the head back and return the module as it was, with the tensors that it has now.
+        """Put the head back and return the original module with its current tensors.
 
         Examples
         --------
@@ -101,7 +100,7 @@ class Headed(Model):
 
 
 class Body(nn.Module):
-    """A module without its head: it returns what the head would be called with.
+    """A module without its head. It returns the input of the head.
 
     Parameters
     ----------
@@ -123,12 +122,12 @@ class Body(nn.Module):
         self.put(_Place())
 
     def put(self, layer: nn.Module) -> None:
-        """Put a layer where the head was."""
+        """Put a layer in the place of the head."""
         parent, _, name = self.path.rpartition(".")
         self.body.get_submodule(parent)._modules[name] = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return z, with which the head would be called."""
+        """Return z, the input of the head."""
         try:
             self.body(x)
         except _Reached as reached:
@@ -136,9 +135,9 @@ class Body(nn.Module):
         raise self._never_called()
 
     def through(self, head: nn.Module, x: Tensor) -> Tensor:
-        """Return what the module returns if its head is ``head``."""
+        """Return the output of the module with ``head`` as its head."""
         place: Any = self.body.get_submodule(self.path)
-        # In a list, so that it is not a layer of this module, too.
+        # In a list, so that it is not registered as a layer of this module.
         place.calls, place.called = [head], False
         try:
             output = tensor_of(self.body(x))
@@ -150,13 +149,13 @@ class Body(nn.Module):
 
     def _never_called(self) -> InputError:
         return InputError(
-            f"{type(self.body).__name__} does not call its layer {self.path!r}, which is said to "
-            "be the head; valid: a layer that the forward pass calls, or a model without a head"
+            f"{type(self.body).__name__} does not call its layer {self.path!r}, which was named "
+            "as the head; valid: a layer that the forward pass calls, or a model without a head"
         )
 
 
 class _Reached(Exception):
-    """Ends a forward pass where the head begins."""
+    """An exception that ends a forward pass at the head."""
 
     def __init__(self, z: Tensor) -> None:
         super().__init__()
@@ -164,7 +163,7 @@ class _Reached(Exception):
 
 
 class _Place(nn.Module):
-    """Stands where the head was."""
+    """A placeholder for the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,12 +184,12 @@ class _Place(nn.Module):
 
 
 def tensor_of(output: Any) -> Tensor:
-    """Return the tensor among what a model returns: itself, or the ``logits`` of a model of Hugging Face.
+    """Return the output of a model as a tensor: itself, or ``logits`` for Hugging Face models.
 
     Parameters
     ----------
     output : object
-        What a model returned.
+        The output of a model.
 
     Returns
     -------
@@ -209,8 +208,8 @@ def tensor_of(output: Any) -> Tensor:
     torch.Size([2, 3])
     >>> tensor_of((torch.zeros(2, 3), None))
     Traceback (most recent call last):
-    equipoise.errors.InputError: the model returns a tuple; valid: one tensor, or an object with the attribute logits. Wrap
-    the model in a module whose forward returns its tensor, such as output[0]
+    equipoise.errors.InputError: the model returns a tuple; valid: one tensor, or an object with the
+    attribute logits. Wrap the model in a module whose forward returns its tensor, such as output[0]
     """
     if isinstance(output, Tensor):
         return output

@@ -7,8 +7,8 @@ puts samples before clients and those of ``equipoise.models.convolutions`` put c
 Results lie as their input does, so that no layer has to copy.
 
 There are no atomic operations: sums run in a fixed order that depends on samples and positions
-alone, so the same input gives the same bits, whoever shares the stack. Only imported where Triton
-is installed: see ``equipoise.models.layers``.
+alone, so the same input gives the same bits, whatever the other clients of the stack. Only imported
+if Triton is installed: see ``equipoise.models.layers``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tl.tuple:
-    """Say which samples and positions a tile covers, and which of its places exist."""
+    """Return the samples and positions of a tile, and which of its elements exist."""
     across = tl.cdiv(positions, COLUMNS)
     rows = (tile // across) * ROWS + tl.arange(0, ROWS)
     columns = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
@@ -102,7 +102,7 @@ def _places(
 def _kept(
     mask: tl.tensor, client: tl.tensor, rows: tl.tensor, samples: tl.tensor, MASKED: tl.constexpr
 ) -> tl.tensor:
-    """Say which rows are samples and not padding."""
+    """Return which rows are samples and not padding."""
     inside = rows < samples
     if MASKED:
         inside = tl.load(mask + client.to(tl.int64) * samples + rows, mask=inside, other=0.0) > 0
@@ -434,7 +434,7 @@ def norm(
         Running statistics, ``[channels]``, both or neither. They serve where a channel has a single
         value.
     momentum : float
-        How far the running statistics move.
+        Weight of the new values in the running statistics.
     eps : float
         What is added to the variance.
     relu : bool
@@ -525,11 +525,11 @@ class StackedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upper: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient by input, weight and bias."""
+        """Return the gradients of input, weight and bias."""
         x, weight, bias, mask, mean, var, used = ctx.saved_tensors
         none = (None,) * 6
         if torch.is_grad_enabled():
-            # This gradient will be differentiated in turn, which the kernels cannot be.
+            # This gradient will be differentiated again, which the kernels do not support.
             affine = () if weight is None else (weight, bias)
             plain = _plain_norm(mask, mean, var, ctx.momentum, ctx.eps, ctx.relu)
             of_x, *of_affine = torch.func.vjp(plain, x, *affine)[1](upper)
@@ -575,7 +575,7 @@ class StackedNorm(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], *inputs: Any
     ) -> tuple[tuple[Tensor, ...], tuple[int, int, int, int]]:
-        """Count stacked clients among the clients there already are."""
+        """Merge the axis of stacked clients with the existing axis of clients."""
         tensors = (
             _merged(tensor, dim, info.batch_size)
             for tensor, dim in zip(inputs[:6], in_dims, strict=False)
@@ -650,7 +650,7 @@ def _one_client(stacked: Tensor) -> Tensor:
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:
-    """Lay a small tensor out the usual way."""
+    """Return a small tensor in contiguous memory."""
     return None if tensor is None else tensor.contiguous()
 
 
@@ -745,7 +745,7 @@ def _pool_gradient(
     PLANES: tl.constexpr,
     PLACES: tl.constexpr,
 ) -> None:
-    """Write the gradient by every input: its window's if it has won there, else zero."""
+    """Write the gradient of every input: that of its window if it is the maximum, else zero."""
     ROWS: tl.constexpr = HEIGHT // DOWN
     COLUMNS: tl.constexpr = WIDTH // ACROSS
     plane = tl.program_id(0).to(tl.int64) * PLANES + tl.arange(0, PLANES)

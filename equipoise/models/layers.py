@@ -81,12 +81,12 @@ def enter_part(part: str) -> None:
 
 
 def current_pass() -> Forward | None:
-    """Return the forward pass that the engine is making, or ``None`` outside the engine."""
+    """Return the state of the engine's current forward pass, or ``None`` outside the engine."""
     return _current
 
 
 def next_key(owner: nn.Module | None, number: int) -> Tensor | None:
-    """Return the key of a draw in the current pass; each call returns another one.
+    """Return the key of a draw in the current pass. Each call returns another key.
 
     Keys of layers depend on the layer's number. Those of functions depend on the part of the model
     and on how many of them have drawn before, so that a part draws the same numbers alone and in a
@@ -107,7 +107,7 @@ def next_key(owner: nn.Module | None, number: int) -> Tensor | None:
     if owner is None:
         return fold_tensor(_current.key, number, zlib.crc32(_part.encode()), calls)
     key = fold_tensor(_current.key, number)
-    # A layer that is called again in the same pass draws anew.
+    # A layer that is called again in the same pass draws new numbers.
     return fold_tensor(key, calls) if calls else key
 
 
@@ -164,12 +164,12 @@ def _module_with_triton(name: str, device: torch.device) -> Any:
 
 
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
-    """BatchNorm over the samples of one client: padding rows never enter its statistics.
+    """BatchNorm over the samples of one client, whose statistics ignore padding rows.
 
-    A batch that leaves a channel a single value has no variance; it is normalised with the running
-    statistics, and leaves them alone. New statistics are assigned, never written in place, so that
+    A batch with a single value per channel has no variance. It is normalised with the running
+    statistics, which do not change. New statistics are assigned, never written in place, so that
     the caller decides whether to keep them. A layer without running statistics normalises every
-    batch by its own, at rest and in evaluation too, as PyTorch's does.
+    batch by its own, also in evaluation, like PyTorch's.
     """
 
     def __init__(self, layer: nn.modules.batchnorm._BatchNorm) -> None:
@@ -294,9 +294,9 @@ def masked_norm(
         Running statistics, ``[channels]``, both or neither. They serve where a channel has a single
         value.
     momentum : float
-        How far the running statistics move.
+        Weight of the new values in the running statistics.
     eps : float
-        What is added to the variance.
+        Constant that is added to the variance.
 
     Returns
     -------
@@ -331,7 +331,7 @@ def masked_norm(
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm with right second derivatives, stacked too.
+    """LayerNorm with correct second derivatives, also for stacked clients.
 
     Parameters
     ----------
@@ -350,7 +350,7 @@ class LayerNorm(nn.LayerNorm):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Say whether a layer is PyTorch's own and not one derived from it."""
+        """Return whether a layer is exactly PyTorch's class and not a subclass."""
         return type(layer) is nn.LayerNorm and not has_hooks(layer)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -402,7 +402,7 @@ class Dropout(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear layer that is one matrix product a client, however many leading axes its input has.
+    """A linear layer with one matrix product per client, whatever the leading axes of its input.
 
     If ``[samples, tokens, width]`` is not contiguous in memory, ``vmap`` multiplies stacked weights
     by it once for every sample, and copies the weights for each. With all leading axes in one there
@@ -528,7 +528,7 @@ class Convolution(nn.Conv2d):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Say whether a layer is an ordinary convolution, which this one can stand in for."""
+        """Return whether a layer is an ordinary convolution, which this one can replace."""
         return (
             type(layer) is nn.Conv2d
             and not has_hooks(layer)
@@ -651,7 +651,7 @@ def _weight_matrix(weight: Tensor) -> Tensor:
 
 
 def _places(kernel: Sequence[int]) -> list[tuple[int, int]]:
-    """List the places of a kernel, row by row."""
+    """List the positions in a kernel, row by row."""
     return [(i, j) for i in range(kernel[0]) for j in range(kernel[1])]
 
 
@@ -684,7 +684,7 @@ def _cut(
 
 
 class MaxPool(nn.MaxPool2d):
-    """Max-pooling that on a GPU takes the images of stacked clients where they lie.
+    """Max-pooling that does not copy the images of stacked clients on a GPU.
 
     PyTorch's rule for ``vmap`` copies them first, and its gradient is slower than memory allows.
     """
@@ -695,7 +695,7 @@ class MaxPool(nn.MaxPool2d):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Say whether a layer is max-pooling over windows that neither overlap nor leave gaps."""
+        """Return whether a layer is max-pooling over adjacent windows without overlap."""
         return (
             type(layer) is nn.MaxPool2d
             and not has_hooks(layer)
@@ -713,7 +713,7 @@ class MaxPool(nn.MaxPool2d):
     def pooled(self, x: Tensor, *, relu: bool) -> Tensor:
         """Take the maximum over windows, after a ReLU if asked to."""
         down, across = self.window
-        # The kernels note a window's winner in a byte.
+        # The kernels store the position of the maximum of a window in a byte.
         fits = x.dim() == 4 and x.shape[2] >= down and x.shape[3] >= across and down * across <= 127
         if fits and (kernels := _kernels(x)) is not None:
             pooled: Tensor = kernels.max_pool(x, self.window, relu)
@@ -772,7 +772,7 @@ def _is_relu(layer: nn.Module | None) -> bool:
 
 
 def _pair(size: int | tuple[int, ...]) -> tuple[int, int]:
-    """Return height and width of what may be one number for both."""
+    """Return height and width, which may be given as one number."""
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
@@ -790,7 +790,7 @@ class Embedding(nn.Embedding):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Say whether a layer is an embedding with padding and nothing else unusual."""
+        """Return whether a layer is an embedding with padding and no other special options."""
         return (
             type(layer) is nn.Embedding
             and layer.padding_idx is not None
@@ -799,7 +799,7 @@ class Embedding(nn.Embedding):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Look up a batch of numbers."""
+        """Look up the vectors of a batch of integers."""
         numbers = torch.arange(self.num_embeddings, device=self.weight.device).unsqueeze(1)
         padding = numbers.eq(cast(int, self.padding_idx))
         return F.embedding(x, torch.where(padding, self.weight.detach(), self.weight))
@@ -809,12 +809,12 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 def convert(module: nn.Module) -> nn.Module:
-    """Replace the layers of PyTorch that have a counterpart above, at any depth, by that.
+    """Replace PyTorch's layers, at any depth, by their counterparts in this module.
 
-    Parameters and buffers keep their names, their values and their identity, so what shares them
-    goes on doing so. Classes derived from those of PyTorch are left as they are if they do anything
-    else. Nothing inside a ``Frozen`` is replaced: it sees the samples of all clients as one
-    ordinary batch, in evaluation mode.
+    Parameters and buffers keep their names, their values and their identity, so shared ones stay
+    shared. Subclasses of PyTorch's classes are not replaced if they behave differently. Nothing
+    inside a ``Frozen`` is replaced, because it gets the samples of all clients as one ordinary
+    batch, in evaluation mode.
 
     Examples
     --------
@@ -822,11 +822,11 @@ def convert(module: nn.Module) -> nn.Module:
     >>> [type(layer).__module__ for layer in module]
     ['equipoise.models.layers', 'torch.nn.modules.activation', 'equipoise.models.layers']
     """
-    # It needs the functions of this module.
+    # Imported here, because that module imports this one.
     from equipoise.models.sequences import Recurrent
 
     dropouts = 0
-    # A layer in two places stays one layer.
+    # A layer that is used in two places stays one layer.
     done: dict[nn.Module, nn.Module] = {}
 
     def replaced(layer: nn.Module) -> nn.Module:
@@ -888,19 +888,19 @@ _HOOKS = [name for name in vars(nn.Identity()) if name.startswith(("_forward", "
 
 
 def has_hooks(layer: nn.Module) -> bool:
-    """Say whether something is called before or after a layer, and may change what it gives."""
+    """Return whether a layer has hooks, which may change its output."""
     return any(getattr(layer, hooks) for hooks in _HOOKS)
 
 
 def _watch(new: L, old: nn.Module) -> L:
-    """Let one layer call the hooks of another."""
+    """Make one layer call the hooks of another."""
     for hooks in _HOOKS:
         setattr(new, hooks, getattr(old, hooks))
     return new
 
 
 def _adopt(new: nn.Module, old: nn.Module) -> None:
-    """Return one layer the very parameters and buffers of another, and its hooks."""
+    """Make one layer use the parameters, buffers and hooks of another."""
     new._parameters.update(old._parameters)
     new._buffers.update(old._buffers)
     _watch(new, old)

@@ -1,6 +1,6 @@
 """Pretrained image models and text encoders from Hugging Face ``transformers``.
 
-They are named by a directory, or by their name on the hub.
+They are specified by a directory, or by their name on the hub.
 
 ``transformers`` is imported when the first of them is built, and never otherwise.
 """
@@ -35,11 +35,11 @@ from equipoise.models.vit import ClassToken, Encoder, Tokens
 from equipoise.random import seeded
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and standard deviation of each channel of ImageNet, for models that do not say how they normalise."""
+"""Mean and standard deviation of each channel of ImageNet, for models without their own."""
 
-# A name on the hub is "name" or "owner/name"; anything else can only be a path.
+# A name on the hub is "name" or "owner/name". Anything else must be a path.
 _ON_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
-# What a configuration says about who wrote it, or for another purpose than the encoder.
+# Keys of a configuration that do not affect the encoder.
 _UNRELATED = (
     "_name_or_path",
     "architectures",
@@ -52,13 +52,14 @@ _UNRELATED = (
 
 
 def pretrained(shape: tuple[int, ...], classes: int, *, source: str, freeze: bool = False) -> Model:
-    """Build a pretrained image model with a new head: ResNet, MobileNetV2, ViT, DINOv2 or the image encoder of CLIP.
+    """Build a pretrained image model with a new head.
 
-    It takes bytes, or floating point numbers from 0 to 1, and normalises them as
-    ``preprocessor_config.json`` of the source says; without that file, as is usual for ImageNet.
-    Images are not resized: convolutional networks take any size, and the positions of transformers
-    are interpolated for the given one. Parameters are float32. Dropout and stochastic depth that
-    the source may have been trained with are off.
+    The model is a ResNet, MobileNetV2, ViT, DINOv2 or the image encoder of a CLIP. It takes bytes,
+    or floating point numbers from 0 to 1, and normalises them as specified in the source's
+    ``preprocessor_config.json``; without that file, as is usual for ImageNet. Images are not
+    resized: convolutional networks take any size, and the positions of transformers are
+    interpolated for the given size. Parameters are float32. Dropout and stochastic depth of the
+    source are turned off.
 
     Parameters
     ----------
@@ -75,22 +76,23 @@ def pretrained(shape: tuple[int, ...], classes: int, *, source: str, freeze: boo
     Returns
     -------
     Model
-        ``features`` ends with one vector an image: the average over positions of convolutional
-        networks, the class token of transformers, CLIP's embedding. ``head`` is a linear layer
-        drawn from the seed. With ``freeze`` the encoder is the ``stem``, and ``features`` does
-        nothing.
+        ``features`` ends with one vector per image: the mean over positions for convolutional
+        networks, the class token for transformers, and the embedding for CLIP. ``head`` is a linear
+        layer with random weights. With ``freeze`` the encoder is the ``stem``, and ``features`` is
+        the identity.
 
     Raises
     ------
     InputError
-        If the source cannot be read, is of another kind, or does not take such images.
+        If the source cannot be read, has an unknown architecture, or does not take such images.
 
     Examples
     --------
     >>> pretrained((3, 32, 32), 10, source="./nowhere")
     Traceback (most recent call last):
-    equipoise.errors.InputError: source './nowhere' of model 'pretrained' is no directory; valid: a directory with
-    config.json and model.safetensors, or a name on the Hugging Face hub such as 'facebook/dinov2-small'
+    equipoise.errors.InputError: source './nowhere' of model 'pretrained' is not a directory; valid:
+    a directory with config.json and model.safetensors, or a name on the Hugging Face hub such as
+    'facebook/dinov2-small'
     """
     image(shape, "pretrained", smallest=1)
     frozen = flag(freeze, "freeze of model 'pretrained'")
@@ -113,7 +115,7 @@ class ImageEncoder(Frozen):
     width : int
         Length of the vectors.
     digest : str
-        What identifies it.
+        Its identifier.
 
     Attributes
     ----------
@@ -152,8 +154,9 @@ def encoder(source: str) -> ImageEncoder:
     --------
     >>> encoder("./nowhere")
     Traceback (most recent call last):
-    equipoise.errors.InputError: source './nowhere' of an encoder is no directory; valid: a directory with config.json
-    and model.safetensors, or a name on the Hugging Face hub such as 'facebook/dinov2-small'
+    equipoise.errors.InputError: source './nowhere' of an encoder is not a directory; valid: a
+    directory with config.json and model.safetensors, or a name on the Hugging Face hub such as
+    'facebook/dinov2-small'
     """
     read = _Source.of(source, "an encoder")
     backbone, width = _backbone(read, None, frozen=True, fused=True)
@@ -162,9 +165,9 @@ def encoder(source: str) -> ImageEncoder:
     return ImageEncoder(backbone, width, hashlib.sha256(stated.encode()).hexdigest())
 
 
-# What each kind of text encoder is called in ``transformers``.
+# The class in ``transformers`` of each kind of text encoder.
 TEXT_FAMILIES = {"clip": "CLIPTextModelWithProjection", "bert": "BertModel"}
-# Texts in one batch of a text encoder.
+# Batch size of a text encoder.
 _TEXTS = 64
 
 
@@ -177,16 +180,16 @@ class TextEmbedder:
         A model of ``transformers`` that returns ``text_embeds``, or ``last_hidden_state`` to be
         pooled.
     tokenizer : callable
-        Makes its inputs of texts.
+        Maps texts to its inputs.
     longest : int
-        How many tokens it takes; longer texts are cut off.
+        Maximum number of tokens; longer texts are truncated.
     pooling : {"mean", "first"}
-        What is made of ``last_hidden_state``: the mean over the tokens of the text, or the first
+        How ``last_hidden_state`` is pooled: the mean over the tokens of the text, or the first
         token.
     width : int
         Length of the embeddings.
     digest : str
-        What identifies it.
+        Its identifier.
 
     Attributes
     ----------
@@ -204,7 +207,7 @@ class TextEmbedder:
         self.width, self.digest = width, digest
 
     def to(self, *where: Any) -> TextEmbedder:
-        """Move the encoder to a device or a floating point type, and return it."""
+        """Convert the encoder to a device or a floating point type, and return it."""
         self.module.to(*where)
         return self
 
@@ -236,11 +239,11 @@ class TextEmbedder:
 
 
 def text_encoder(source: str) -> TextEmbedder:
-    """Load a frozen text encoder: the one of CLIP, or a model of type BERT, such as MiniLM.
+    """Load a frozen text encoder: that of a CLIP, or a model of type BERT, such as MiniLM.
 
-    Embeddings of CLIP are its projected ones. Those of BERT are the mean over tokens, or the first
-    token where ``1_Pooling/config.json`` of the source says so, as in sentence-transformers. They
-    are not scaled to length 1.
+    The embeddings of CLIP are the projected ones. Those of BERT are the mean over tokens, or the
+    first token if ``1_Pooling/config.json`` of the source specifies it, as in
+    sentence-transformers. They are not scaled to length 1.
 
     Parameters
     ----------
@@ -256,8 +259,9 @@ def text_encoder(source: str) -> TextEmbedder:
     --------
     >>> text_encoder("./nowhere")
     Traceback (most recent call last):
-    equipoise.errors.InputError: source './nowhere' of a text encoder is no directory; valid: a directory with config.json
-    and model.safetensors, or a name on the Hugging Face hub such as 'facebook/dinov2-small'
+    equipoise.errors.InputError: source './nowhere' of a text encoder is not a directory; valid: a
+    directory with config.json and model.safetensors, or a name on the Hugging Face hub such as
+    'facebook/dinov2-small'
     """
     read = _Source.of(source, "a text encoder", TEXT_FAMILIES)
     tokenizer = read.tokenizer()
@@ -290,7 +294,7 @@ def transformer(source: str, shape: tuple[int, ...], *, model: str, fused: bool)
     shape : tuple of int
         Channels, height and width of one image.
     model : str
-        The name of the model it is for, for messages.
+        Name of the model, for messages.
     fused : bool
         Whether to use fused attention.
 
@@ -303,8 +307,9 @@ def transformer(source: str, shape: tuple[int, ...], *, model: str, fused: bool)
     --------
     >>> transformer("./nowhere", (3, 32, 32), model="vitprompts", fused=True)
     Traceback (most recent call last):
-    equipoise.errors.InputError: source './nowhere' of model 'vitprompts' is no directory; valid: a directory with
-    config.json and model.safetensors, or a name on the Hugging Face hub such as 'facebook/dinov2-small'
+    equipoise.errors.InputError: source './nowhere' of model 'vitprompts' is not a directory; valid:
+    a directory with config.json and model.safetensors, or a name on the Hugging Face hub such as
+    'facebook/dinov2-small'
     """
     image(shape, model, smallest=1)
     read = _Source.of(source, f"model {model!r}")
@@ -328,7 +333,7 @@ def clip_parts(source: str, shape: tuple[int, ...], *, model: str, fused: bool) 
     shape : tuple of int
         Channels, height and width of one image.
     model : str
-        The name of the model it is for, for messages.
+        Name of the model, for messages.
     fused : bool
         Whether to use fused attention.
 
@@ -341,13 +346,17 @@ def clip_parts(source: str, shape: tuple[int, ...], *, model: str, fused: bool) 
     --------
     >>> clip_parts("./nowhere", (3, 32, 32), model="clipadapter", fused=True)
     Traceback (most recent call last):
-    equipoise.errors.InputError: source './nowhere' of model 'clipadapter' is no directory; valid: a directory with
-    config.json and model.safetensors, or a name on the Hugging Face hub such as 'facebook/dinov2-small'
+    equipoise.errors.InputError: source './nowhere' of model 'clipadapter' is not a directory;
+    valid: a directory with config.json and model.safetensors, or a name on the Hugging Face hub
+    such as 'facebook/dinov2-small'
     """
     image(shape, model, smallest=1)
     read = _Source.of(source, f"model {model!r}")
     if read.kind != "clip":
-        where = f"config.json of source {source!r} of model {model!r}, which needs an image and a text encoder"
+        where = (
+            f"config.json of source {source!r} of model {model!r}, which needs an image and a text "
+            "encoder"
+        )
         raise unknown("model type", read.kind, ("clip",), where=where)
     tokenizer = read.tokenizer()
     backbone, width = _backbone(read, shape, frozen=True, fused=fused)
@@ -369,8 +378,8 @@ def clip_parts(source: str, shape: tuple[int, ...], *, model: str, fused: bool) 
     def embed(words: str) -> Tensor:
         with _quiet(_library("a tokenizer")):
             tokens = torch.tensor(tokenizer(words)["input_ids"])
-        # Files written before version 4.31 name another token; transformers then takes the one with
-        # the highest number.
+        # Files written before version 4.31 name another token; transformers then uses the token
+        # with the highest number.
         last = tokens.argmax() if end == 2 else (tokens == end).int().argmax()
         return table[tokens[: int(last) + 1]]
 
@@ -379,20 +388,20 @@ def clip_parts(source: str, shape: tuple[int, ...], *, model: str, fused: bool) 
 
 @dataclass(frozen=True)
 class _Source:
-    """A pretrained model as its files describe it.
+    """The description of a pretrained model from its files.
 
     Attributes
     ----------
     name : str
-        As it was given.
+        The directory or name that was given.
     user : str
-        What it is for, for messages.
+        What it is used for, for messages.
     place : str
         Its directory, or its name on the hub.
     config : dict
         The content of ``config.json``.
     mean, std : tuple of float
-        How images are normalised, channel by channel.
+        Normalisation of images, for each channel.
     """
 
     name: str
@@ -404,7 +413,7 @@ class _Source:
 
     @classmethod
     def of(cls, source: str, user: str, kinds: Collection[str] | None = None) -> _Source:
-        """Read the files that say what a source is, and check its kind: by default an image model."""
+        """Read the description of a source, and check its kind: by default an image model."""
         if not isinstance(source, str) or not source:
             raise InputError(f"source of {user} must be text, got {source!r}; valid: {_VALID}")
         path = Path(source).expanduser()
@@ -413,10 +422,10 @@ class _Source:
         elif _ON_HUB.fullmatch(source):
             place, files = source, partial(_remote, source)
         else:
-            raise InputError(f"source {source!r} of {user} is no directory; valid: {_VALID}")
+            raise InputError(f"source {source!r} of {user} is not a directory; valid: {_VALID}")
         config = cls._read(files, "config.json", source, user)
         if config is None:
-            raise InputError(f"source {source!r} of {user} holds no config.json; valid: {_VALID}")
+            raise InputError(f"source {source!r} of {user} has no config.json; valid: {_VALID}")
         if config.get("model_type") not in (valid := FAMILIES if kinds is None else kinds):
             where = f"config.json of source {source!r} of {user}"
             raise unknown("model type", config.get("model_type"), valid, where=where)
@@ -443,20 +452,20 @@ class _Source:
         except (OSError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise InputError(
-                f"source {source!r} of {user} is no directory, and the Hugging Face hub gave "
-                f"nothing of that name ({reason}); valid: {_VALID}"
+                f"source {source!r} of {user} is not a directory, and cannot be read from the "
+                f"Hugging Face hub ({reason}); valid: {_VALID}"
             ) from error
         return content if content is None or isinstance(content, dict) else {}
 
     def also(self, name: str) -> dict[str, Any]:
-        """Read another file of the source; nothing if there is none."""
+        """Return the content of another file of the source, or an empty dict if it is missing."""
         folder = Path(self.place)
         files = partial(_local, folder) if folder.is_dir() else partial(_remote, self.place)
         return self._read(files, name, self.name, self.user) or {}
 
     @property
     def kind(self) -> str:
-        """What ``config.json`` calls the architecture."""
+        """The architecture in ``config.json``."""
         kind: str = self.config["model_type"]
         return kind
 
@@ -468,16 +477,16 @@ class _Source:
         if {len(mean), len(std)} != {channels}:
             raise InputError(
                 f"source {self.name!r} of {self.user} normalises {len(mean)} channels, but takes "
-                f"{channels}; see its preprocessor_config.json"
+                f"images with {channels}; see its preprocessor_config.json"
             )
         return Normalise(mean, std)
 
     def load(self, name: str, **options: Any) -> Any:
-        """Load the weights into one of the classes of ``transformers``, in float32, all of them or none."""
+        """Load the weights into a class of ``transformers``, in float32. All must be present."""
         library = _library(f"source {self.name!r} of {self.user}")
-        # Its name until version 5.
+        # The name of the argument until version 5.
         precision = "dtype" if int(library.__version__.partition(".")[0]) >= 5 else "torch_dtype"
-        # Whatever loading draws must not change what comes after it.
+        # Random numbers drawn while loading must not affect later draws.
         with _quiet(library), torch.random.fork_rng(devices=[]):
             try:
                 model, outcome = getattr(library, name).from_pretrained(
@@ -494,20 +503,23 @@ class _Source:
                 ) from error
         if missing := sorted(outcome["missing_keys"]):
             raise InputError(
-                f"source {self.name!r} of {self.user} lacks {missing[0]!r} and thereby "
-                f"{len(missing)} of the weights of a {name}; valid: {_VALID}"
+                f"source {self.name!r} of {self.user} lacks {len(missing)} weights of a {name}, "
+                f"such as {missing[0]!r}; valid: {_VALID}"
             )
         return model.float()
 
     def tokenizer(self) -> Any:
-        """Load the tokenizer that lies beside the weights."""
+        """Load the tokenizer of the source."""
         library = _library(f"source {self.name!r} of {self.user}")
         folder = Path(self.place)
-        valid = "a source with tokenizer.json, or with vocab.json and merges.txt, as its tokenizer's save_pretrained writes"
+        valid = (
+            "a source with tokenizer.json, or with vocab.json and merges.txt, as its tokenizer's "
+            "save_pretrained writes"
+        )
         files = ("tokenizer.json", "vocab.json", "vocab.txt")
         if folder.is_dir() and not any((folder / name).is_file() for name in files):
             raise InputError(
-                f"source {self.name!r} of {self.user} holds no tokenizer; valid: {valid}"
+                f"source {self.name!r} of {self.user} has no tokenizer; valid: {valid}"
             )
         with _quiet(library):
             try:
@@ -522,7 +534,10 @@ class _Source:
                 ) from error
 
 
-_VALID = "a directory with config.json and model.safetensors, or a name on the Hugging Face hub such as 'facebook/dinov2-small'"
+_VALID = (
+    "a directory with config.json and model.safetensors, or a name on the Hugging Face hub such as "
+    "'facebook/dinov2-small'"
+)
 
 
 def _local(folder: Path, name: str) -> Path | None:
@@ -530,15 +545,15 @@ def _local(folder: Path, name: str) -> Path | None:
 
 
 def _remote(source: str, name: str) -> Path | None:
-    """Return a file of a model on the hub, or ``None`` if the hub says that there is none."""
-    _library(f"source {source!r}, which is no directory,")
+    """Return a file of a model on the hub, or ``None`` if the model does not have it."""
+    _library(f"source {source!r}, which is not a directory,")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(source, name))
     except LocalEntryNotFoundError:
-        # Nobody could be asked. That the file is missing here means nothing.
+        # The hub could not be reached, so a file that is not cached may exist there.
         raise
     except EntryNotFoundError:
         return None
@@ -557,7 +572,7 @@ def _library(what: str) -> ModuleType:
 
 @contextmanager
 def _quiet(library: ModuleType) -> Iterator[None]:
-    """Let ``transformers`` neither draw progress bars nor list the weights it has no use for."""
+    """Turn off the progress bars and the warnings about unused weights of ``transformers``."""
     log = library.utils.logging
     level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
@@ -573,7 +588,7 @@ def _quiet(library: ModuleType) -> Iterator[None]:
 def _backbone(
     source: _Source, shape: tuple[int, ...] | None, *, frozen: bool, fused: bool
 ) -> tuple[nn.Module, int]:
-    """Load a source for images of one shape, or of any; return it with the length of its vectors."""
+    """Load a source for images of one or any shape; return it and the length of its vectors."""
     config = source.config.get("vision_config", source.config)
     channels = config.get("num_channels", 3)
     if shape is not None and shape[0] != channels:
@@ -585,14 +600,14 @@ def _backbone(
 
 
 class Normalise(nn.Module):
-    """Images as a model was trained with them: bytes become numbers from 0 to 1, then (x − mean) / std by channel.
+    """A layer that scales bytes to [0, 1] and then returns (x − mean) / std for each channel.
 
-    The constants are numbers and no buffers: nobody sends, averages or rounds them.
+    The constants are plain numbers and not buffers, so they are not sent, averaged or rounded.
 
     Parameters
     ----------
     mean, std : sequence of float
-        One a channel.
+        One value per channel.
 
     Examples
     --------
@@ -605,22 +620,22 @@ class Normalise(nn.Module):
         self.mean, self.std = tuple(mean), tuple(std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise a batch of images ``[samples, channels, height, width]``; bytes come out as float32."""
+        """Normalise images ``[samples, channels, height, width]``; bytes become float32."""
         pixels = x if x.is_floating_point() else x.to(torch.float32) / 255
         channels = zip(pixels.unbind(1), self.mean, self.std, strict=True)
         return torch.stack([(channel - mean) / std for channel, mean, std in channels], 1)
 
 
 class Convolutional(nn.Module):
-    """A convolutional network from the image to the average of its last map over positions.
+    """A convolutional network, followed by the mean of its last feature map over positions.
 
     Parameters
     ----------
     normalise : Normalise
         Applied to images first.
     body : nn.Module
-        A model of ``transformers`` whose first output is a map ``[samples, channels, height,
-        width]``.
+        A model of ``transformers`` whose first output is a feature map ``[samples, channels,
+        height, width]``.
 
     Examples
     --------
@@ -638,19 +653,19 @@ class Convolutional(nn.Module):
         self.pool = ImageMean()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a vector an image."""
+        """Return one vector per image."""
         pixels = self.normalise(x).to(next(self.body.parameters()).dtype)
         made: Tensor = self.pool(self.body(pixels, return_dict=False)[0])
         return made
 
 
 class Layer(nn.Module):
-    """A layer of ``transformers`` as a function of tokens alone.
+    """A layer of ``transformers`` as a function of tokens only.
 
     Parameters
     ----------
     layer : nn.Module
-        It may take masks, which are left out, and may return a tuple, of which the first is taken.
+        It may take masks, which are not passed. If it returns a tuple, the first element is used.
 
     Examples
     --------
@@ -678,7 +693,7 @@ def _resnet(
     source: _Source, normalise: Normalise, shape: Any, frozen: bool, fused: bool
 ) -> tuple[nn.Module, int]:
     body = source.load("ResNetModel")
-    # The average is taken here; theirs would be computed for nothing.
+    # Convolutional computes the mean itself, so the model's own pooling is removed.
     body.pooler = nn.Identity()
     return Convolutional(normalise, body), body.config.hidden_sizes[-1]
 
@@ -689,8 +704,8 @@ def _mobilenet_v2(
     body = source.load("MobileNetV2Model", add_pooling_layer=False)
     for layer in body.modules():
         if isinstance(layer, nn.BatchNorm2d):
-            # There it is 0.997, which is how much of the old statistics TensorFlow keeps. PyTorch's
-            # momentum is the rest.
+            # The configured 0.997 is TensorFlow's momentum, the share of the old statistics.
+            # PyTorch's momentum is one minus that.
             layer.momentum = 1 - 0.997
     return Convolutional(normalise, body), body.conv_1x1.convolution.out_channels
 
@@ -715,7 +730,7 @@ def _dinov2(
 def _with_class_token(
     source: _Source, model: Any, normalise: Normalise, shape: Any, frozen: bool, fused: bool
 ) -> tuple[nn.Module, int]:
-    """Take a ViT or DINOv2 apart."""
+    """Return a ViT or DINOv2 as tokens and encoder."""
     embeddings = model.embeddings
     tokens = _tokens(
         source,
@@ -751,8 +766,8 @@ def _clip(
     ), projection.out_features
 
 
-# Not "eager": that computes softmax in float32 even where everything else is float64. Inside
-# ``plain_attention`` this one is plain matrix products too.
+# Not "eager", which computes softmax in float32 even if everything else is float64. Inside
+# ``plain_attention`` this one uses plain matrix products, too.
 _SDPA = {"attn_implementation": "sdpa"}
 
 
@@ -766,14 +781,14 @@ def _tokens(
     shape: tuple[int, ...] | None,
     norm: nn.Module | None = None,
 ) -> Tokens:
-    """Make tokens as a model of ``transformers`` does, for images of one shape or of any."""
+    """Return the tokens of a model of ``transformers``, for images of one or any shape."""
     patch, size = _pair(config.patch_size), _pair(config.image_size)
     if shape is not None and (shape[1] < patch[0] or shape[2] < patch[1]):
         raise InputError(
             f"shape {shape} is too small for source {source.name!r} of {source.user}: images must "
             f"be at least {patch[0]} x {patch[1]}"
         )
-    # Without initial values, which would be drawn from the global generator.
+    # Skip the initialization, which would draw from the global generator.
     project = nn.utils.skip_init(
         nn.Linear,
         convolution.weight[0].numel(),
@@ -800,7 +815,7 @@ def _tokens(
 
 
 def _blocks(model: Any, norm: nn.Module, frozen: bool, fused: bool) -> Encoder:
-    """Make an encoder of the layers of a model."""
+    """Return an encoder with the layers of a model."""
     layers = _layers(model)
     blocks = [merged(layer, model.config, fused) if frozen else None for layer in layers]
     return Encoder(
@@ -809,7 +824,7 @@ def _blocks(model: Any, norm: nn.Module, frozen: bool, fused: bool) -> Encoder:
 
 
 def _layers(model: Any) -> list[Layer]:
-    """Take the layers out of a model; versions of ``transformers`` differ in where they keep their one list of them."""
+    """Return the layers of a model, wherever the version of ``transformers`` stores their list."""
     return [
         Layer(layer)
         for layer in next(part for part in model.modules() if isinstance(part, nn.ModuleList))
@@ -818,11 +833,11 @@ def _layers(model: Any) -> list[Layer]:
 
 @torch.no_grad()
 def merged(layer: Layer, config: Any, fused: bool) -> Block | None:
-    """Return a layer of ``transformers`` as a block with fewer and larger operations, for use where it never moves.
+    """Return a frozen layer of ``transformers`` as a block with fewer and larger operations.
 
     Queries, keys and values become one product, and scales of the residual branches (DINOv2) are
-    multiplied into the weights before them. So a frozen layer also has the same tensors whatever
-    version of ``transformers`` read it.
+    multiplied into the weights before them. A frozen layer then has the same tensors with every
+    version of ``transformers``.
 
     Parameters
     ----------
@@ -836,7 +851,7 @@ def merged(layer: Layer, config: Any, fused: bool) -> Block | None:
     Returns
     -------
     Block or None
-        ``None`` if the layer has another structure, or the block does not compute the same.
+        ``None`` if the layer has another structure, or if the results differ.
     """
     found: dict[str, nn.Linear] = {}
     others: list[nn.Linear] = []
@@ -879,7 +894,7 @@ def merged(layer: Layer, config: Any, fused: bool) -> Block | None:
     )
 
 
-# What models of ``transformers`` call the layers that make queries, keys and values.
+# Names of the query, key and value layers in models of ``transformers``.
 _ATTENTION_INPUTS = {
     name: role
     for role, names in {
@@ -905,4 +920,4 @@ FAMILIES: Mapping[str, _Family] = {
     "clip": _clip,
     "clip_vision_model": _clip,
 }
-"""What takes each architecture apart, by ``model_type`` of ``config.json``."""
+"""The loader of each architecture, by ``model_type`` of ``config.json``."""

@@ -1,13 +1,13 @@
 """Matrix products with float32 accuracy on tensor cores, which round their factors to TF32.
 
-A float32 number is split into a high and a low part, x = h + l, that TF32 represents: h is x
-rounded to 11 significant bits, l is the rest rounded to 11 bits. Then x w ≈ l_x h_w + h_x l_w + h_x
-h_w; the term left out, l_x l_w, is below 2⁻²² of the product.
+A float32 number is split into a high and a low part, x = h + l, that are TF32 numbers: h is x
+rounded to 11 significant bits, l is the remainder rounded to 11 bits. Then x w ≈ l_x h_w + h_x l_w
++ h_x h_w. The omitted term, l_x l_w, is below 2⁻²² of the product.
 
-Tensor cores also round sums towards zero. So they only add up 32 products at a time, the small
-terms first, and these sums are added in float32 as usual.
+Tensor cores also round sums towards zero. Therefore they add only 32 products at a time, the small
+terms first, and these sums are added in ordinary float32.
 
-Only imported where Triton is installed: see ``equipoise.models.layers``.
+This module is imported only if Triton is installed: see ``equipoise.models.layers``.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torch import Tensor
 
 _SPLIT = {"ROWS": 16, "COLUMNS": 128}
 _TILE = {"ROWS": 128, "COLUMNS": 128, "INNER": 32, "num_warps": 8}
-# The parts of x and w that are on their way from memory while others are multiplied, in bytes.
+# Size in bytes of the tiles of x and w that are loaded while others are multiplied.
 _STAGE = 4 * _TILE["INNER"] * (_TILE["ROWS"] + 2 * _TILE["COLUMNS"])
 # Compute capabilities of GPUs whose TF32 rate is many times the float32 rate: A100, H100 and H200,
-# B200. On others, such as cards for games, three TF32 products take longer than one in float32.
+# B200. On others, such as consumer GPUs, three TF32 products take longer than one in float32.
 _FAST_TF32 = {(8, 0), (9, 0), (10, 0)}
 
 
 @cache
 def pay_on(device: torch.device) -> bool:
-    """Say whether split products are faster than float32 products on a device."""
+    """Return whether split products are faster than float32 products on a device."""
     return torch.cuda.get_device_capability(device) in _FAST_TF32
 
 
@@ -41,7 +41,7 @@ def stages(device: torch.device, stage: int, most: int) -> int:
     if device.type != "cuda":  # Triton's interpreter.
         return 1
     found = torch.cuda.get_device_properties(device)
-    # Older PyTorch does not say how much a kernel may have if it asks for more than usual.
+    # Older versions of PyTorch do not report the maximum shared memory of a kernel.
     memory = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
     return max(1, min(most, memory // stage))
 
@@ -64,7 +64,7 @@ def _split(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Write the high part of a tile, and its low part behind all high parts."""
+    """Write the high part of a tile, and its low part after all high parts."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < columns)
@@ -91,7 +91,7 @@ def _multiply(
 ) -> None:
     """Write a tile of x wᵀ + b. The weights are split: the high parts, then the low ones."""
     across = tl.cdiv(columns, COLUMNS)
-    # Tiles next to each other read the same rows of x.
+    # Neighbouring tiles read the same rows of x.
     row = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
     along = tl.arange(0, INNER)
@@ -166,6 +166,6 @@ class SplitProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upper: Tensor) -> tuple[Tensor, None, None]:
-        """Multiply by the weights themselves. This product can be differentiated in turn."""
+        """Multiply by the weights. This product can itself be differentiated."""
         (weight,) = ctx.saved_tensors
         return SplitProduct.apply(upper, weight.t(), None), None, None

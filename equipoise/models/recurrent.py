@@ -34,18 +34,18 @@ def charlstm(
     classes : int
         Number of classes: the characters that may come next.
     embedding : int
-        Numbers that stand for a character.
+        Size of the vector of a character.
     hidden : int
         Width of every LSTM layer.
     layers : int
-        How many LSTM layers.
+        Number of LSTM layers.
     vocabulary : int, optional
-        How many characters there are in samples; as many as classes by default.
+        Number of different characters in samples; the number of classes by default.
 
     Returns
     -------
     Model
-        ``features`` ends with what the last LSTM layer puts out at the last character; ``head`` is
+        ``features`` ends with the output of the last LSTM layer at the last character; ``head`` is
         the dense layer.
 
     Examples
@@ -74,7 +74,7 @@ class Embedding(nn.Module):
     Parameters
     ----------
     characters : int
-        How many characters there are.
+        Number of different characters.
     size : int
         Length of the vectors.
 
@@ -89,7 +89,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.randn(characters, size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Look up whole numbers of any shape; the vectors are along a new last axis."""
+        """Look up integers of any shape; the vectors are along a new last axis."""
         chosen = x.flatten().unsqueeze(-1) == torch.arange(self.weight.shape[0], device=x.device)
         return (chosen.to(self.weight.dtype) @ self.weight).unflatten(0, x.shape)
 
@@ -103,11 +103,11 @@ class Lstm(nn.Module):
     Parameters
     ----------
     inputs : int
-        Numbers in one step of the sequence.
+        Size of one step of the sequence.
     hidden : int
         Width of every layer.
     layers : int
-        How many layers.
+        Number of layers.
 
     Examples
     --------
@@ -146,7 +146,7 @@ class Lstm(nn.Module):
             for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
         )
         # What does not depend on the step before is one product for all steps; stacked clients make
-        # it one a client only where it has no axis of steps.
+        # it one per client only where it has no axis of steps.
         driven = nn.functional.linear(steps.flatten(0, 1), weight_ih, bias_ih + bias_hh).unflatten(
             0, steps.shape[:2]
         )

@@ -16,7 +16,7 @@ Norm = Callable[[int], nn.Module]
 def resnet18(
     shape: tuple[int, ...], classes: int, *, norm: str = "batch", width: int = 64, groups: int = 2
 ) -> Model:
-    """Build ResNet-18 with the stem used for CIFAR: a 3x3 convolution with stride 1 and no max-pool.
+    """Build ResNet-18 for small images: it begins with a 3x3 convolution and no max-pool.
 
     Parameters
     ----------
@@ -25,18 +25,17 @@ def resnet18(
     classes : int
         Number of classes, or of outputs in regression.
     norm : {"batch", "group"}
-        Normalisation after each convolution. ``"group"`` keeps no statistics, so nothing about a
-        client's data is averaged into the global model besides its parameters.
+        Normalisation after each convolution. ``"group"`` keeps no statistics of a client's data
+        that would be averaged into the global model.
     width : int
         Channels of the first stage; the later stages have 2, 4 and 8 times as many.
     groups : int
-        How many groups of channels ``norm="group"`` normalises together. Two divide every even
-        width.
+        Number of groups of channels with ``norm="group"``. It must divide ``width``.
 
     Returns
     -------
     Model
-        ``features`` ends with the average over the image, ``8 * width`` numbers; ``head`` is the
+        ``features`` ends with the mean over the image, of size ``8 * width``; ``head`` is the
         linear layer.
 
     Examples
@@ -73,7 +72,7 @@ class BasicBlock(nn.Module):
     stride : int
         Stride of the first convolution.
     norm : callable
-        Makes the normalisation layer for a number of channels.
+        Returns a normalisation layer for a number of channels.
 
     Examples
     --------
@@ -105,7 +104,7 @@ class BasicBlock(nn.Module):
 
 
 class ImageMean(nn.Module):
-    """The mean of each channel over height and width: adaptive pooling whose gradient is the same on every run.
+    """The mean of each channel over height and width, with a deterministic gradient.
 
     Examples
     --------

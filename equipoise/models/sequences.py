@@ -1,4 +1,4 @@
-"""Recurrent layers of PyTorch in a form in which clients can be stacked."""
+"""Recurrent layers of PyTorch as matrix products, so that clients can be stacked."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ class Recurrent(nn.Module):
         )
         self._parameters.update(layer._parameters)
         self.number = number
-        # Set by the engine: dropout is off in a part that does not move in this phase.
+        # Set by the engine: dropout is off in a part that is not trained in this phase.
         self.moves = True
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Say whether a layer is one of PyTorch's own."""
+        """Return whether a layer is one of PyTorch's own."""
         return type(layer) in (nn.LSTM, nn.GRU, nn.RNN) and not has_hooks(layer)
 
     def extra_repr(self) -> str:
-        """Name the kind of the layer and its sizes."""
+        """Return the kind of the layer and its sizes."""
         return f"{self.mode}, {self.input_size}, {self.hidden_size}, num_layers={self.num_layers}"
 
     def forward(self, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
@@ -75,7 +75,7 @@ class Recurrent(nn.Module):
             ``[samples, steps, inputs]`` with ``batch_first``, otherwise ``[steps, samples,
             inputs]``.
         hx : Tensor or tuple of Tensor, optional
-            The first states, as PyTorch's layers take them.
+            The initial states, as in PyTorch's layers.
         """
         if isinstance(input, PackedSequence):
             raise InputError(
@@ -180,7 +180,7 @@ class Recurrent(nn.Module):
         return (_ACTIVATIONS[self.mode](drive + recurrent),)
 
     def _at_once(self, input: Tensor, hx: Any) -> tuple[Tensor, Any]:
-        """Let PyTorch go through all layers and steps."""
+        """Compute all layers and steps with PyTorch's own function."""
         every = [
             tensor
             for layer in range(self.num_layers)

@@ -25,11 +25,11 @@ def unet(
 ) -> Model:
     """Build a U-Net (Ronneberger et al., 2015) that returns one number for each class and pixel.
 
-    Convolutions keep the image size, so that outputs have the size of the inputs, whatever it is;
-    the original crops instead. Feature maps are enlarged by repeating pixels, whose gradient is
-    deterministic on a GPU, followed by a 1x1 convolution. The default width and norm are those of
-    FedDG's public code (Liu et al., 2021), whose settings FFT-GP uses; the original has width 64
-    and no normalization.
+    Convolutions keep the image size, so outputs always have the size of the inputs; the original
+    crops instead. Feature maps are enlarged by repeating pixels, which has a deterministic gradient
+    on a GPU, followed by a 1x1 convolution. The default width and norm are those of FedDG's public
+    code (Liu et al., 2021), whose settings FFT-GP uses; the original has width 64 and no
+    normalization.
 
     Parameters
     ----------
@@ -37,16 +37,16 @@ def unet(
         Channels, height and width of one image, at least ``2**depth`` pixels high and wide; with
         ``norm="instance"`` twice that, because a single pixel cannot be normalized.
     classes : int
-        Number of classes, the background included.
+        Number of classes, including the background.
     width : int
         Channels at the full resolution; they double each time the resolution is halved.
     depth : int
-        How often the resolution is halved.
+        Number of times that the resolution is halved.
     norm : {"instance", "group", "batch"}
         Normalization after each 3x3 convolution. ``"instance"`` normalizes each channel of an
         image, ``"group"`` groups of channels, ``"batch"`` each channel over the batch.
     groups : int
-        How many groups of channels ``norm="group"`` normalizes.
+        Number of groups of channels with ``norm="group"``.
 
     Returns
     -------
@@ -68,7 +68,7 @@ def unet(
 
 
 class UNetFeatures(nn.Module):
-    """All of a U-Net but its last convolution.
+    """A U-Net without its last convolution.
 
     Parameters
     ----------
@@ -77,9 +77,9 @@ class UNetFeatures(nn.Module):
     width : int
         Channels at the full resolution.
     depth : int
-        How often the resolution is halved.
+        Number of times that the resolution is halved.
     norm : callable
-        Makes the normalization layer for a number of channels.
+        Returns a normalization layer for a number of channels.
 
     Examples
     --------
@@ -111,7 +111,7 @@ class UNetFeatures(nn.Module):
         kept.pop()
         for narrow, block in zip(self.narrow, self.up, strict=True):
             beside = kept.pop()
-            # The 1x1 convolution comes first: it gives the same result on a quarter of the pixels.
+            # Apply the 1x1 convolution before enlarging: same result on a quarter of the pixels.
             z = block(
                 torch.cat([beside, enlarged(narrow(z), beside.shape[-2], beside.shape[-1])], dim=-3)
             )
@@ -119,14 +119,16 @@ class UNetFeatures(nn.Module):
 
 
 def enlarged(x: Tensor, height: int, width: int) -> Tensor:
-    """Double height and width by repeating pixels, and repeat the last row and column where the wanted size is odd.
+    """Double height and width by repeating pixels.
+
+    If the requested size is odd, the last row or column is repeated once more.
 
     Parameters
     ----------
     x : Tensor
         Maps ``[..., height // 2, width // 2]``.
     height, width : int
-        The size wanted.
+        The requested size.
 
     Returns
     -------
@@ -155,7 +157,7 @@ def enlarged(x: Tensor, height: int, width: int) -> Tensor:
 
 
 def _convolutions(channels_in: int, channels_out: int, norm: Norm) -> nn.Sequential:
-    # Normalization subtracts the mean, so a bias before it would do nothing.
+    # Normalization subtracts the mean, so a bias before it would have no effect.
     return nn.Sequential(
         nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False),
         norm(channels_out),

@@ -17,8 +17,7 @@ from equipoise.models.base import Model
 from equipoise.models.frozen import Frozen, plain_attention
 from equipoise.models.layers import LayerNorm, Linear
 
-# The standard deviation that vision transformers draw tokens and positions with (Dosovitskiy et
-# al., 2021).
+# Standard deviation of the initial tokens and positions (Dosovitskiy et al., 2021).
 TOKEN_SPREAD = 0.02
 
 
@@ -33,7 +32,9 @@ def vit(
     mlp_ratio: float = 2.0,
     dropout: float = 0.0,
 ) -> Model:
-    """Build a small vision transformer (Dosovitskiy et al., 2021) with a class token and learned positions.
+    """Build a small vision transformer with class token and learned positions.
+
+    The architecture is that of Dosovitskiy et al. (2021).
 
     Parameters
     ----------
@@ -44,9 +45,9 @@ def vit(
     patch : int
         Height and width of a patch.
     width : int
-        Numbers in a token.
+        Size of a token.
     depth : int
-        How many transformer blocks.
+        Number of transformer blocks.
     heads : int
         Heads of the attention, a divisor of ``width``.
     mlp_ratio : float
@@ -82,10 +83,11 @@ def vitprompts(
     heads: int = 4,
     mlp_ratio: float = 2.0,
 ) -> Model:
-    """Build a frozen vision transformer with learned prompts and a head (shallow prompt tuning, Jia et al., 2022).
+    """Build a frozen vision transformer with learned prompts and a head.
 
-    Prompts are tokens that stand after those of the image, ``[class token, patches, prompts]``, and
-    have no positions. They and the head are all that moves.
+    This is shallow prompt tuning (Jia et al., 2022). Prompts are tokens after those of the image,
+    ``[class token, patches, prompts]``, and have no positions. Only the prompts and the head are
+    trained.
 
     Parameters
     ----------
@@ -94,10 +96,10 @@ def vitprompts(
     classes : int
         Number of classes, or of outputs in regression.
     source : str, optional
-        A pretrained ViT, DINOv2 or CLIP: a directory, or a name on the Hugging Face hub. Without
-        one the transformer is that of model ``vit``, frozen as the seed has drawn it.
+        A pretrained ViT, DINOv2 or CLIP: a directory, or a name on the Hugging Face hub. By default
+        the transformer is that of model ``vit``, with random weights drawn from the seed.
     prompts : int
-        How many prompts.
+        Number of prompts.
     fused : bool
         Whether to use fused attention, which is faster and needs less memory.
     patch, width, depth, heads, mlp_ratio
@@ -106,7 +108,7 @@ def vitprompts(
     Returns
     -------
     Model
-        ``stem`` makes tokens of an image; ``features`` holds the prompts and the frozen encoder and
+        ``stem`` maps an image to tokens; ``features`` has the prompts and the frozen encoder and
         ends with the class token; ``head`` is the linear layer.
 
     Examples
@@ -137,11 +139,11 @@ class Tower(NamedTuple):
     Attributes
     ----------
     stem : Frozen
-        Makes tokens ``[samples, 1 + patches, width]`` of images, the class token first.
+        Maps images to tokens ``[samples, 1 + patches, width]``, the class token first.
     encoder : Frozen
-        Makes the class token ``[samples, width]`` of tokens, as many as it is given.
+        Maps any number of tokens to the class token ``[samples, width]``.
     width : int
-        Numbers in a token.
+        Size of a token.
     """
 
     stem: Frozen
@@ -150,7 +152,7 @@ class Tower(NamedTuple):
 
 
 SMALL: Mapping[str, Any] = {"patch": 2, "width": 64, "depth": 2, "heads": 4, "mlp_ratio": 2.0}
-"""What the transformer of model ``vit`` has where nothing else is said."""
+"""Default options of the transformer of model ``vit``."""
 
 
 def tokens_of(
@@ -161,7 +163,7 @@ def tokens_of(
     fused: bool = True,
     **small: Any,
 ) -> Tower:
-    """Return a frozen vision transformer in two parts, between which tokens can be changed or added.
+    """Return a frozen vision transformer in two parts, so that tokens can be changed in between.
 
     Parameters
     ----------
@@ -170,7 +172,7 @@ def tokens_of(
     shape : tuple of int
         Channels, height and width of one image.
     model : str
-        The name of the model it is for, for messages.
+        Name of the model, for messages.
     fused : bool
         Whether to use fused attention.
     **small
@@ -192,7 +194,7 @@ def tokens_of(
         tokens, encoder = _small(shape, model, **options, fused=fused)
         return Tower(Frozen(tokens), Frozen(encoder), options["width"])
     refuse_beside(source, options, model)
-    # A pretrained model needs transformers, the rest of this module does not.
+    # Only pretrained models need transformers.
     from equipoise.models.pretrained import transformer
 
     whole = transformer(source, shape, model=model, fused=fused)
@@ -200,19 +202,19 @@ def tokens_of(
 
 
 def refuse_beside(source: str, small: Mapping[str, Any], model: str) -> None:
-    """Refuse options of a small transformer that are not the defaults where a source gives another one.
+    """Refuse options of a small transformer if a source is given and they are not the defaults.
 
     Examples
     --------
     >>> refuse_beside("clip", {"depth": 3}, "vitprompts")
     Traceback (most recent call last):
-    equipoise.errors.InputError: depth=3 of model 'vitprompts' has no meaning beside source='clip', which has a shape of
-    its own; valid: one of the two
+    equipoise.errors.InputError: depth=3 of model 'vitprompts' cannot be set together with
+    source='clip', which determines the architecture; valid: one of the two
     """
     if changed := [name for name, value in small.items() if value != SMALL[name]]:
         raise InputError(
-            f"{changed[0]}={small[changed[0]]} of model {model!r} has no meaning beside "
-            f"source={source!r}, which has a shape of its own; valid: one of the two"
+            f"{changed[0]}={small[changed[0]]} of model {model!r} cannot be set together with "
+            f"source={source!r}, which determines the architecture; valid: one of the two"
         )
 
 
@@ -227,7 +229,7 @@ def _small(
     dropout: float = 0.0,
     fused: bool = False,
 ) -> tuple[Tokens, Encoder]:
-    """Make the two parts of a small vision transformer, with initial parameters."""
+    """Create the two parts of a small vision transformer, with initial parameters."""
     side = count(patch, f"patch of model {model!r}")
     channels, height, across = image(shape, model, smallest=side)
     if height % side or across % side:
@@ -260,16 +262,16 @@ def _small(
 
 
 class Tokens(nn.Module):
-    """Images as tokens: linear maps of their patches after a class token, with positions added to all.
+    """A layer that maps images to tokens: a class token, then linear maps of patches.
 
-    Patches are cut by reshaping and not by a convolution, so that stacked clients make one matrix
-    product each. What is left of an image at the right and at the bottom, if the patch does not
-    divide it, is ignored.
+    Positions are added to all tokens. Patches are cut by reshaping and not by a convolution, so
+    that stacked clients use one matrix product each. If the patch size does not divide the image
+    size, the remaining pixels at the right and at the bottom are ignored.
 
     Parameters
     ----------
     project : nn.Linear
-        Makes a token of the pixels of a patch, ordered by channel, row and column.
+        Maps the pixels of a patch, ordered by channel, row and column, to a token.
     patch : tuple of int
         Height and width of a patch.
     class_token : Tensor
@@ -277,14 +279,14 @@ class Tokens(nn.Module):
     positions : Tensor
         For the class token and the patches row by row, ``[1 + patches, width]``.
     grid : tuple of int
-        How many patches there are down and across in the images that the positions are for.
+        Number of rows and columns of patches in the images that the positions are for.
     prepare : nn.Module, optional
         Applied to images first.
     norm : nn.Module, optional
         Applied to tokens last.
     any_size : bool
-        Whether to take images of other sizes and to interpolate the positions each time. See also
-        :meth:`fit`.
+        Whether to accept images of other sizes, and interpolate the positions in every call. See
+        also :meth:`fit`.
 
     Examples
     --------
@@ -315,7 +317,7 @@ class Tokens(nn.Module):
 
     @property
     def width(self) -> int:
-        """Numbers in a token."""
+        """Size of a token."""
         return self.project.out_features
 
     def fit(self, height: int, width: int) -> None:
@@ -334,7 +336,7 @@ class Tokens(nn.Module):
         self.grid = grid
 
     def forward(self, x: Tensor) -> Tensor:
-        """Make tokens of images ``[samples, channels, height, width]``."""
+        """Return the tokens of images ``[samples, channels, height, width]``."""
         (down, across), (rows, columns) = self.patch, self._grid_of(x)
         positions = self._positions_on((rows, columns))
         pixels = self.prepare(x)[..., : rows * down, : columns * across]
@@ -359,7 +361,7 @@ class Tokens(nn.Module):
         return grid
 
     def _positions_on(self, grid: tuple[int, int]) -> Tensor:
-        """Return the positions for another grid of patches, between those there are (bicubic)."""
+        """Return the positions for another grid of patches, by bicubic interpolation."""
         if grid == self.grid:
             return self.positions
         square = self.positions[1:].unflatten(0, self.grid).permute(2, 0, 1).unsqueeze(0)
@@ -373,8 +375,8 @@ class Encoder(nn.Module):
     Parameters
     ----------
     blocks : sequence of nn.Module
-        Each maps tokens ``[samples, tokens, width]`` to such tokens. The last one computes only
-        what the class token needs, if it is a :class:`~equipoise.models.attention.Block`.
+        Each maps tokens ``[samples, tokens, width]`` to tokens of the same shape. If the last one
+        is a :class:`~equipoise.models.attention.Block`, it computes only the class token.
     norm : nn.Module
         Applied last.
     fused : bool
@@ -404,14 +406,14 @@ class Encoder(nn.Module):
 
 
 class ClassToken(nn.Module):
-    """A vision transformer from the image to its class token.
+    """A vision transformer that maps an image to its class token.
 
     Parameters
     ----------
     tokens : Tokens
-        Makes tokens of images.
+        Maps images to tokens.
     encoder : Encoder
-        Makes the class token of those.
+        Maps tokens to the class token.
     projection : nn.Module, optional
         Applied to the class token.
 
@@ -437,16 +439,16 @@ class ClassToken(nn.Module):
 
 
 class Prompted(nn.Module):
-    """A frozen encoder with learned prompts after the tokens it is given.
+    """A frozen encoder with learned prompts after its input tokens.
 
     Parameters
     ----------
     encoder : Frozen
         Maps tokens to the class token.
     prompts : int
-        How many prompts; they are drawn from N(0, 0.02²).
+        Number of prompts, drawn from N(0, 0.02²).
     width : int
-        Numbers in a token.
+        Size of a token.
 
     Examples
     --------
@@ -461,7 +463,7 @@ class Prompted(nn.Module):
         self.encoder = encoder
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the class tokens of a batch of tokens ``[samples, tokens, width]``, class token first."""
+        """Return the class tokens for tokens ``[samples, tokens, width]``, class token first."""
         prompts = self.prompts.expand(len(tokens), -1, -1)
         made: Tensor = self.encoder(torch.cat([tokens.to(prompts.dtype), prompts], 1))
         return made

@@ -38,7 +38,7 @@ def test_the_cost_is_said_before_the_trial_and_the_verdict_after(call):
     )
     assert stderr.count("done") == 7
     assert Path("runs/advise-small/results.json").exists()
-    # A second time nothing is trained again.
+    # Nothing is trained again the second time.
     code, stdout, stderr = call("advise", "small.yaml", "--rounds", "1", "--seeds", "1", "--json")
     document = json.loads(stdout)
     assert stderr.count("already there") == 7

@@ -1,4 +1,4 @@
-"""Which family fits which numbers."""
+"""Which family of methods is recommended for which measurements."""
 
 from __future__ import annotations
 

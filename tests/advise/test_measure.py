@@ -1,4 +1,4 @@
-"""How clients differ, measured on federations that differ in one way each."""
+"""Measures of client heterogeneity, on federations that differ in one respect each."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ PER_CLIENT = 60
 
 
 def federation(*, sizes=None, labels=None, moved=0.0, groups=None, y=None, x=None, **options):
-    """Ten clients with points around one centre a label; ``labels`` are those of each client,
-    ``moved`` a step a client.
+    """Return ten clients with points around one centre per label.
+
+    ``labels`` are those of each client, and ``moved`` is a shift per client.
     """
     random = np.random.default_rng(0)
     sizes = sizes or [PER_CLIENT] * 10
@@ -51,8 +52,7 @@ def test_labels_are_compared_with_those_of_all():
     labels = [[client % 2] for client in range(10)]
     measured = measure(federation(labels=labels), Training())
     assert measured.labels_held == 1
-    # Labels by chance would have a distance of about 0.5 · √(2/(π · 60)) = 0.05, so (0.5 - 0.05) /
-    # 0.95.
+    # Random labels have a distance of about 0.5 · √(2/(π · 60)) = 0.05, so (0.5 - 0.05) / 0.95.
     assert measured.label_skew == pytest.approx(0.47, abs=0.03)
     # Points differ by label, but not within labels.
     assert measured.feature_shift < 0.02

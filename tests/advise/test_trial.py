@@ -1,4 +1,4 @@
-"""The trial: what it plans, what it costs, and when it contradicts an advice."""
+"""The trial: its plan, its cost, and when it contradicts an advice."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def results_of(trial, directory, scores):
 
 
 def scored(**means):
-    """Ten clients around the mean of each method, differently for each."""
+    """Ten clients around the mean of each method, with different noise for each."""
     random = np.random.default_rng(0)
     return {
         label: means.get(label.replace("-", "_"), 0.5) + 0.02 * random.normal(size=10)

@@ -11,7 +11,7 @@ SHARED = Path(os.environ.get("EQUIPOISE_SHARED", Path(__file__).parents[3] / "sh
 
 
 def needs_shared(folder: str) -> pytest.MarkDecorator:
-    """Skip a test where the real data is not at hand."""
+    """Skip a test if the real data are not available."""
     return pytest.mark.skipif(
         not (SHARED / folder).exists(), reason=f"{SHARED / folder} is not here"
     )

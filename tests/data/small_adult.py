@@ -1,4 +1,4 @@
-"""A small copy of Adult: made-up people in the layout of the UCI files."""
+"""A small copy of Adult: artificial people in the layout of the UCI files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ HEADER = "|1x3 Cross validator"
 
 
 def rows(count, seed):
-    """People of both sexes with every employer; what they earn depends on education, hours, sex and
-    employer.
+    """Return people of both sexes with every employer.
+
+    Their income depends on education, hours, sex and employer.
     """
     draws = np.random.default_rng(seed)
     for _ in range(count):
@@ -53,7 +54,7 @@ def rows(count, seed):
 
 
 def write_adult(folder, train=1200, test=600):
-    """Write both files; gives their folder."""
+    """Write both files; return their folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, count, seed, end in (("adult.data", train, 0, ""), ("adult.test", test, 1, ".")):
         lines = [", ".join(map(str, row)) + end for row in rows(count, seed)]

@@ -102,7 +102,8 @@ def test_without_published_tests_samples_are_divided(root, tmp_path):
     [
         (
             "39, Private\n",
-            r"line 1 of .*adult.data must have 14 values and one of the classes <=50K and >50K, got '39, Pr",
+            r"line 1 of .*adult.data must have 14 values and one of the classes <=50K and >50K, "
+            r"got '39, Pr",
         ),
         ("\n\n", "adult.data has no rows"),
         ("é", "adult.data is not a file of Adult"),

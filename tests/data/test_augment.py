@@ -1,4 +1,4 @@
-"""Augmentation: what may come out, how often, and that every image has numbers of its own."""
+"""Augmentation: possible results, their frequencies, and separate random numbers per image."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_flip_mirrors_about_half_of_the_images():
 
 
 def test_crop_shifts_by_every_amount_equally_often():
-    """One bright pixel in the middle shows where the image went."""
+    """One bright pixel in the middle shows how the image was shifted."""
     x = torch.zeros(4500, 1, 5, 5)
     x[:, :, 2, 2] = 1
     y = Crop(padding=1)(x, keys(4500))

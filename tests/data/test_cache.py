@@ -1,4 +1,4 @@
-"""Arrays on disk: what is written is read, and nothing damaged is taken for it."""
+"""Arrays on disk: what is written is read, and damaged files are detected."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""CIFAR from small pickles of our own, written as Python 2 and as Python 3 write them; and pickles
-that are up to no good.
-"""
+"""CIFAR from small pickles in the formats of Python 2 and 3, and harmful pickles."""
 
 from __future__ import annotations
 
@@ -92,7 +90,7 @@ def test_every_protocol_is_read(tmp_path, protocol):
 
 
 def test_a_pickle_of_python_2_is_read(tmp_path):
-    """Write the opcodes of protocol 2 as Python 2 did: its text is what Python 3 calls bytes."""
+    """Write the opcodes of protocol 2 as Python 2 did: its text is bytes in Python 3."""
 
     def text(content):
         return b"U" + bytes([len(content)]) + content
@@ -116,7 +114,7 @@ def test_a_pickle_of_python_2_is_read(tmp_path):
 
 
 class Harmful:
-    """Asks for a function with arguments when it is opened."""
+    """Requests a function call with arguments when it is loaded."""
 
     def __init__(self, function, *arguments):
         self.called = function, arguments
@@ -167,7 +165,7 @@ def test_damaged_pickles_are_refused(tmp_path, content):
         ({b"data": np.zeros((4, 3072))}, r"must be bytes of shape \[N, 3072\]"),
         ({b"data": np.zeros((4, 3000), np.uint8)}, r"must be bytes of shape \[N, 3072\]"),
         ({b"labels": [1, 2]}, "4 images, 2 labels"),
-        ({b"labels": [0.5, 1, 2, 3]}, "one whole number a label"),
+        ({b"labels": [0.5, 1, 2, 3]}, "one whole number per label"),
         ({b"labels": [0, 1, 2, 10]}, "run from 0 to 10; valid: 0 to 9"),
         ({b"labels": [-1, 1, 2, 3]}, "run from -1 to 3; valid: 0 to 9"),
     ],

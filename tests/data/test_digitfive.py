@@ -1,4 +1,4 @@
-"""Digit-Five from small files of our own, and its sizes where the real files are at hand."""
+"""Digit-Five from small files written by the tests, and its sizes with the real files."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def libsvm(values, targets):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """All real domains, with 12 images to train and 5 to test each; gives the folder and the
-    images.
-    """
+    """Write all real domains, with 12 training and 5 test images each; return folder and images."""
     root = tmp_path_factory.mktemp("digits")
     wanted = {}
     for folder in ("usps", "synth", "svhn", "mnist_m"):
@@ -153,7 +151,7 @@ def test_fewer_images_are_drawn_by_the_seed(small):
 
 def test_inverted_digits_of_emnist_are_dark_on_bright(small):
     source = digitfive(root=str(small[0]), domains=["inverted"])
-    # The first 10 of 25 labels are digits: 20 of 50 images, four of which are kept for testing.
+    # The first 10 of 25 labels are digits: 20 of 50 images, four of which are for testing.
     assert (len(source.x), source.test.sum()) == (20, 4)
     assert source.y.bincount().tolist() == [2] * 10
     upright = load(
@@ -174,7 +172,7 @@ def test_digits_of_fonts_need_no_files(tmp_path, monkeypatch):
     source = digitfive(root="nowhere", domains=["fonts"], size=32, train_images=20, test_images=10)
     assert source.x.shape == (30, 3, 32, 32)
     assert source.test.sum() == 10
-    with pytest.raises(InputError, match="domain 'fonts' of data 'digitfive' has no end"):
+    with pytest.raises(InputError, match="domain 'fonts' of data 'digitfive' has no fixed size"):
         digitfive(domains=["fonts"], train_images=None)
 
 
@@ -282,7 +280,7 @@ def test_real_counts():
 
 @needs_shared("pacs")
 def test_real_pacs_has_the_published_sizes():
-    """The images are not decoded: a partition looks at their domains only."""
+    """Images are not decoded: a partition uses their domains only."""
     domains = ("photo", "art_painting", "cartoon", "sketch")
     counts = [len(list((SHARED / "pacs" / domain).glob("*/*.jpg"))) for domain in domains]
     assert sum(counts) == 9991

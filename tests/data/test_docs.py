@@ -1,4 +1,4 @@
-"""The page on data: its examples run, and its tables name what there is."""
+"""The page on data: its examples run, and its tables are complete."""
 
 from __future__ import annotations
 

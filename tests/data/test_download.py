@@ -1,6 +1,4 @@
-"""Downloads from a server of our own on this machine: what is right is kept, what is wrong leaves
-nothing behind.
-"""
+"""Downloads from a local server: valid files are kept, and invalid ones leave nothing behind."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from tests.data.small_files import cifar_batch, idx_bytes
 
 
 class Site:
-    """What is published under which path, and what was asked for."""
+    """A server with published files by path, and a record of the requests."""
 
     def __init__(self):
         self.files, self.cut_off, self.asked = {}, set(), []
@@ -185,7 +183,7 @@ def test_everything_published_has_a_safe_address_and_a_whole_checksum():
 
 @pytest.fixture
 def small_mnist(site, monkeypatch):
-    """Three images to train and two to test, published like the real ones."""
+    """Three training images and two test images, published like the real ones."""
     for portion, count in (("train", 3), ("test", 2)):
         images = np.arange(count * 784).reshape(count, 28, 28).astype(np.uint8)
         for name, values in zip(mnist.FILES[portion], (images, np.arange(count)), strict=True):
@@ -199,7 +197,7 @@ def test_mnist_is_downloaded_once_and_only_when_asked(small_mnist, tmp_path):
     with pytest.raises(InputError) as caught:
         mnist.mnist(root=root)
     message = str(caught.value)
-    assert f"or have them downloaded from {small_mnist.url} with download=True" in message
+    assert f"or download them from {small_mnist.url} with download=True" in message
     assert "(--download of equipoise data mnist)" in message
     assert "\n" not in message
     assert small_mnist.asked == []

@@ -16,9 +16,7 @@ from equipoise.errors import InputError
 
 
 def test_masks_are_ellipses():
-    """The area of an ellipse is π times its half axes, which follow from the second moments of its
-    pixels.
-    """
+    """The area of an ellipse is π times its half axes, which follow from second moments."""
     source = ellipses(sites=2, images=10, size=96)
     for mask in source.y.double():
         down, across = (axis.double() for axis in mask.nonzero(as_tuple=True))
@@ -39,7 +37,7 @@ def test_sites_differ_in_intensity():
         contrast.append(float(x[mine][inside[mine]].mean() - x[mine][~inside[mine]].mean()))
         level.append(float(x[mine][:, :, 0][~inside[mine][:, :, 0]].mean()))
     assert contrast == pytest.approx([0.5, 1.0, 2.0], rel=0.1)
-    # At the left edge there is no shade: the levels of sites, in another order than their gains.
+    # There is no shade at the left edge: the levels of sites have another order than their gains.
     assert level == pytest.approx([1.0, -1.0, 0.0], abs=0.02)
 
 

@@ -1,4 +1,4 @@
-"""EMNIST from small files of our own, and the real ones."""
+"""EMNIST from small files written by the tests, and the real ones."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from tests.data.small_files import write_idx_pair
 
 @pytest.fixture(scope="module")
 def images():
-    """Images whose pixel in row r and column c is 2 r + c + a number of their own, so that none is
-    symmetric.
-    """
+    """Images whose pixel in row r, column c is 2 r + c + a constant, so none is symmetric."""
     rows, columns = np.indices((28, 28))
     return (2 * rows + columns + np.arange(124)[:, None, None]).astype(np.uint8)
 
@@ -62,7 +60,7 @@ def test_characters_choose_classes_and_their_order(tmp_path, images):
 @pytest.mark.parametrize("characters", ["", "aa", "é", "a b"])
 def test_other_characters_are_refused(characters):
     with pytest.raises(
-        InputError, match=f"characters='{characters}' of data 'emnist' must be different ones"
+        InputError, match=f"characters='{characters}' of data 'emnist' must be distinct"
     ):
         emnist(characters=characters)
 
@@ -88,7 +86,7 @@ def test_real_counts():
     source = emnist(root=str(SHARED))
     counts = np.bincount(source.y, minlength=62)
     assert (counts.sum(), counts.min(), counts.max()) == (40_000, 109, 2_177)
-    # Upright: an "l" or "I" is taller than wide, its ink spread over rows more than over columns.
+    # Upright: an "l" or "I" is taller than wide, so its ink varies more over rows.
     ink = source.x[source.y == CHARACTERS.index("l"), 0].mean(0)
     places = torch.arange(28.0)
     spread = [

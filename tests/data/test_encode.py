@@ -1,4 +1,4 @@
-"""Embeddings in the place of images: those of the encoder, computed once."""
+"""Embeddings instead of images: those of the encoder, computed once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiny_encoder import write_encoder
 
 @pytest.fixture(autouse=True)
 def entries(tmp_path, monkeypatch):
-    """A cache directory of the test's own; gives the arrays in it."""
+    """A cache directory for the test; return the arrays in it."""
     monkeypatch.setenv("EQUIPOISE_CACHE", str(tmp_path / "cache"))
     return lambda: sorted((tmp_path / "cache" / "arrays").glob("*.npy"))
 
@@ -32,7 +32,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture
 def encoded_images(monkeypatch):
-    """Gives how many images encoders have looked at since the last time."""
+    """Return how many images encoders have processed since the last call."""
     make, seen = pretrained.encoder, []
 
     def watched(source):
@@ -51,7 +51,7 @@ def encoded_images(monkeypatch):
 
 
 def pictures(channels=3, size=16, total=70, dtype=torch.uint8):
-    """Two clients with images, more of them than an encoder looks at together."""
+    """Two clients with more images than an encoder's batch size."""
     x = torch.randint(
         256, (total, channels, size, size), generator=torch.Generator().manual_seed(0)
     ).to(torch.uint8)
@@ -93,7 +93,7 @@ def test_images_are_resized_before(source, dtype):
 
 def test_images_are_encoded_once(source, encoded_images, entries):
     first = encode_federation(pictures(), source)
-    # The first image by itself is part of the key.
+    # The first image alone is part of the key.
     assert encoded_images() == 70 + 1
     assert torch.equal(encode_federation(pictures(), source).x, first.x)
     assert encoded_images() == 1
@@ -151,9 +151,7 @@ def test_blocks_of_any_number_give_the_same(rows):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two domains of two classes, in files that lose nothing; gives the directory and the images in
-    order of reading.
-    """
+    """Write two domains of two classes in lossless files; return directory and images in order."""
     x = pictures(size=10, total=40).x
     for number, image in enumerate(x):
         domain, class_ = number // 20, number // 10 % 2
@@ -205,7 +203,7 @@ def test_experiments_may_say_so(source, folder, tmp_path):
     assert run.trainer.federation.shape == (8,)
     assert set(run.trainer.state.model) == {"head.weight", "head.bias"}
     assert run.trainer.state.model["head.weight"].shape == (2, 8)
-    # The run's own configuration makes the same federation.
+    # The run's own configuration gives the same federation.
     again = load_experiment(tmp_path / "run" / "config.yaml")
     assert again.data["encode"] == source
     assert again.data["encode_size"] == 16
@@ -235,11 +233,9 @@ def test_what_cannot_be_encoded_is_refused(options, message, source):
 
 
 def test_a_size_without_an_encoder_is_refused():
-    with pytest.raises(InputError, match="data.encode_size=16 has no meaning without data.encode"):
+    with pytest.raises(InputError, match="data.encode_size=16 needs data.encode"):
         load("digits", encode_size=16)
-    with pytest.raises(
-        InputError, match=r"data\.encode_size=16 has no meaning without data\.encode"
-    ):
+    with pytest.raises(InputError, match=r"data\.encode_size=16 needs data\.encode"):
         experiment_from({"data": {"name": "digits", "encode_size": 16}}, "a.yaml").federation()
 
 
@@ -268,5 +264,5 @@ def test_texts_need_their_characters(tmp_path):
         encode_federation(texts(class_names=None), source)
     with pytest.raises(InputError, match="or texts with class_names that are their characters"):
         encode_federation(texts(class_names=("one", "two", "three", "four")), source)
-    with pytest.raises(InputError, match="encode_size=8 has no meaning for text"):
+    with pytest.raises(InputError, match="encode_size=8 cannot be used with text"):
         encode_federation(texts(), source, size=8)

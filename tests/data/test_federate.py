@@ -1,4 +1,4 @@
-"""From source and partition to federation: unseen clients, left-out groups, names."""
+"""Federations from a source and a partition: unseen clients, left-out groups, names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCE = Source(
 
 
 class Own:
-    """Makes groups of its own."""
+    """A partition with groups of its own."""
 
     def assign(self, source: Source, seed: int) -> Assignment:
         return Assignment([np.arange(5), np.arange(5, 9)], [0, 1], ("rich", "poor"))
@@ -121,9 +121,7 @@ def test_natural_clients_equal_those_of_from_arrays() -> None:
 
 
 def test_units_are_never_divided() -> None:
-    """Units of very unequal sizes: shares are of units, and each unit of a client lies in one
-    split.
-    """
+    """With units of unequal sizes, shares are of units, and each unit is in one split."""
     sizes = [1, 7, 2, 9, 4, 3, 1, 8, 5, 6] * 2
     units = np.repeat(np.arange(20), sizes)
     ids = np.repeat(["north", "south"], len(units) // 2)
@@ -242,7 +240,7 @@ def test_clients_of_a_group_that_is_left_out_are_tested_on_everything() -> None:
         (
             SOURCE,
             {"test": "group", "partition": Own()},
-            "the partition Own makes groups of its own: rich, poor",
+            "the partition Own makes other groups: rich, poor",
         ),
     ],
 )

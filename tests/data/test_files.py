@@ -91,7 +91,7 @@ def test_the_error_says_where_and_for_what(monkeypatch, tmp_path, root, variable
     home = tmp_path / (root or variable or "data")
     assert f"no files of data 'mnist' in {home / 'mnist'} or {home} (" in message
     assert origin in message
-    assert "expected images, labels; or all.npz, each perhaps with .gz" in message
+    assert "expected images, labels; or all.npz (or with .gz)" in message
     assert "\n" not in message
 
 
@@ -124,7 +124,7 @@ def test_idx_of_every_type(tmp_path, kind, code, dtype, compress):
         (b"", "is not an idx file: it begins with nothing"),
         (b"PNG!", "is not an idx file: it begins with 50 4e 47 21"),
         (bytes([0, 0, 7, 1]), "is not an idx file"),
-        (bytes([0, 0, 8, 3, 0, 0]), "is cut off: its head of 16 bytes"),
+        (bytes([0, 0, 8, 3, 0, 0]), "is truncated: its header of 16 bytes"),
         (
             bytes([0, 0, 8, 1, 0, 0, 0, 3, 1, 2]),
             r"holds 2 bytes of values, its shape \(3,\) needs 3",

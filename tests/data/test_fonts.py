@@ -37,9 +37,7 @@ def test_digits_are_drawn_once(monkeypatch):
 
 
 def test_digits_differ_from_their_background_everywhere():
-    """Each image has many pixels far from its commonest brightness, and digits are not always
-    lighter or darker.
-    """
+    """Images have many pixels far from their most frequent brightness, both lighter and darker."""
     images, _ = font_digits(100)
     grey = images.astype(float) @ (0.299, 0.587, 0.114)
     background = np.median(grey, axis=(1, 2), keepdims=True)
@@ -50,7 +48,7 @@ def test_digits_differ_from_their_background_everywhere():
 
 
 def test_the_digits_of_a_kind_resemble_each_other():
-    """The outline of a digit is nearer to the mean outline of its own kind than to most others."""
+    """The outline of a digit is closer to the mean outline of its class than to most others."""
     images, labels = font_digits(400)
     grey = images.astype(float) @ (0.299, 0.587, 0.114)
     outline = np.abs(grey - np.median(grey, axis=(1, 2), keepdims=True)).reshape(400, -1)

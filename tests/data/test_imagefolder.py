@@ -1,6 +1,4 @@
-"""Image folders: small ones whose pixels are known, everything that may be wrong with them, and
-PACS.
-"""
+"""Image folders: small ones with known pixels, invalid ones, and PACS."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ def save(path: Path, pixels) -> None:
 
 
 def write(root: Path, domains=("photo", "art"), classes=("dog", "cat"), each=5) -> list[str]:
-    """Write PNG files whose pixels come from their place in the list, and return their names in the
-    order of reading.
-    """
+    """Write PNG files whose pixels follow from their index; return their names in reading order."""
     names = [
         f"{d}/{c}/{i}.png" for d in sorted(domains) for c in sorted(classes) for i in range(each)
     ]
@@ -148,7 +144,7 @@ def test_a_relative_root_is_also_looked_for_in_the_data_directory(tmp_path, monk
 def test_images_are_decoded_once(tmp_path, cache):
     names = write(tmp_path / "root")
     first = imagefolder(root=str(tmp_path / "root"), size=8)
-    # Nothing tells this file from the one before, except its content, so it is not looked at again.
+    # This file differs from the previous one only in its content, so it is not read again.
     file = tmp_path / "root" / names[3]
     status = file.stat()
     file.write_bytes(bytes(status.st_size))
@@ -236,9 +232,9 @@ def remove(root: Path, name: str) -> None:
         ({"classes": ["dg"]}, "unknown class 'dg' in ROOT; did you mean 'dog'"),
         (
             {"classes": []},
-            "classes of data 'imagefolder' must be different names, at least one, got []",
+            "classes of data 'imagefolder' must be distinct names, at least one, got []",
         ),
-        ({"classes": ["dog", "dog"]}, "classes of data 'imagefolder' must be different names"),
+        ({"classes": ["dog", "dog"]}, "classes of data 'imagefolder' must be distinct names"),
         ({"domains": "photo"}, "domains of data 'imagefolder' must be a list, got 'photo'"),
         ({"domains": [3]}, "each of domains of data 'imagefolder' must be a name, got 3"),
         ({"size": 0}, "size of data 'imagefolder' must be a whole number of at least 1, got 0"),
@@ -254,17 +250,20 @@ def test_wrong_options_are_refused(tmp_path, options, message):
 def test_a_missing_root_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EQUIPOISE_DATA", "/srv/data")
-    message = f"root='animals' of data 'imagefolder' is no folder; looked for {tmp_path}/animals and /srv/data/animals"
+    message = (
+        "root='animals' of data 'imagefolder' is not a folder; looked for "
+        f"{tmp_path}/animals and /srv/data/animals"
+    )
     with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
         imagefolder(root="animals")
-    with pytest.raises(InputError, match=f"no folder; looked for {tmp_path}/other$"):
+    with pytest.raises(InputError, match=f"not a folder; looked for {tmp_path}/other$"):
         imagefolder(root=str(tmp_path / "other"))
     with pytest.raises(InputError, match="data 'imagefolder' needs root"):
         load("imagefolder")
 
 
 def test_folders_that_are_empty_or_unequal_are_named(tmp_path):
-    with pytest.raises(InputError, match="has no folders; data 'imagefolder' needs one a domain"):
+    with pytest.raises(InputError, match="has no folders; data 'imagefolder' needs one per domain"):
         imagefolder(root=str(tmp_path))
     write(tmp_path, domains=("a", "b", "c"), classes=("x", "y"), each=2)
     (tmp_path / "empty").mkdir()
@@ -284,7 +283,8 @@ def test_folders_that_are_empty_or_unequal_are_named(tmp_path):
     (tmp_path / "b" / "z").mkdir()
     with pytest.raises(
         InputError,
-        match="must have the same classes.*: 'x' is missing in 'a', 'z' is missing in 'a', 'z' is missing in 'c'$",
+        match="must have the same classes.*: 'x' is missing in 'a', 'z' is missing in 'a', "
+        "'z' is missing in 'c'$",
     ):
         imagefolder(**three)
     assert len(imagefolder(**three, classes=["y"]).x) == 6
@@ -356,7 +356,7 @@ def test_the_command_line_shows_the_federation(tmp_path, mapped):
     ]
 
 
-# Images a class (dog, elephant, giraffe, guitar, horse, house, person).
+# Images per class (dog, elephant, giraffe, guitar, horse, house, person).
 PACS = {
     "photo": [189, 202, 182, 186, 199, 280, 432],
     "art_painting": [379, 255, 285, 184, 201, 295, 449],
@@ -377,7 +377,7 @@ def test_real_pacs(monkeypatch):
     assert counts.tolist() == list(PACS.values())
     assert np.bincount(source.groups).tolist() == [1670, 2048, 2344, 3929]
     assert partition.assign(source, 0).names == tuple(PACS)
-    # The files have this size already, so pixels are those of the file.
+    # The files already have this size, so pixels are those of the file.
     first = sorted((SHARED / "pacs" / "cartoon" / "giraffe").iterdir())[0]
     place = 1670 + 2048 + 389 + 457
     assert np.array_equal(source.x[place].numpy(), np.asarray(Image.open(first)).transpose(2, 0, 1))

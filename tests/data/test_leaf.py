@@ -1,4 +1,4 @@
-"""LEAF's format from small files of our own, and its vocabulary."""
+"""LEAF's format from small files written by the tests, and its vocabulary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from equipoise.data import load
 from equipoise.data.leaf import CHARACTERS, draw_clients, encode, leaf, read_leaf
 from equipoise.errors import InputError
 
-SPEECH = "Now is the winter of our discontent Made glorious summer by this sun of York; And all the clouds"
+SPEECH = (
+    "Now is the winter of our discontent Made glorious summer by this sun of York; "
+    "And all the clouds"
+)
 
 
 def document(held):
@@ -41,7 +44,7 @@ def femnist(*labels):
 
 
 def text(first, count):
-    """Samples of 80 characters and the next one, as LEAF cuts them."""
+    """Samples of 80 characters and the next one, cut as in LEAF."""
     return [SPEECH[i : i + 80] for i in range(first, first + count)], [
         SPEECH[i + 80] for i in range(first, first + count)
     ]
@@ -134,7 +137,7 @@ def test_femnist_by_writer(tmp_path):
     assert [
         sum(federation.split(name).sizes[k] for name in ("train", "val", "test")) for k in (0, 1)
     ] == [3, 3]
-    # Row by row: pixel 2 of row 1 is number 30.
+    # Row by row: pixel 2 of row 1 has index 30.
     assert federation.x.dtype == torch.float32
     assert float(federation.x[2, 0, 1, 2]) == pytest.approx((40 + 30) / 1000)
 
@@ -167,7 +170,9 @@ def test_clients_are_drawn_by_the_seed_among_those_with_three_samples(tmp_path):
     )
     assert len(set(drawn)) > 10
     assert len(set(leaf(root=str(tmp_path)).ids)) == 9
-    with pytest.raises(InputError, match="9 clients of LEAF's femnist are asked for, there are 8"):
+    with pytest.raises(
+        InputError, match="9 clients of LEAF's femnist requested, but there are only 8"
+    ):
         leaf(root=str(tmp_path), clients=9)
 
 
@@ -176,7 +181,7 @@ def test_draw_is_uniform():
     draws = np.random.default_rng(0)
     for _ in range(2000):
         counts[draw_clients(range(5), 2, draws, "clients")] += 1
-    # Each is drawn 2/5 of the time: 800, give or take 22.
+    # Each is drawn 2/5 of the time: 800, plus or minus 22.
     assert np.abs(counts - 800).max() < 90
 
 
@@ -205,7 +210,7 @@ def test_other_numbers_of_clients_are_refused(clients):
         (
             "shakespeare",
             (["ab", "abc"], ["a", "b"]),
-            "a sample of 3 characters, the first sample of all has 2",
+            "a sample of 3 characters, but the first sample has 2",
         ),
         ("shakespeare", (["ab"], ["cd"]), "a next character that is not one character"),
     ],

@@ -136,7 +136,7 @@ def test_every_registered_name_resolves() -> None:
         ("digits", {"partition": "dirichlet"}, "partition 'dirichlet' needs clients and beta"),
         ("digits", {"partition": {"clients": 3}}, "needs a name"),
         ("digits", {"partition": {"name": "iid", "client": 3}}, "did you mean 'clients'"),
-        ("digits", {"partition": "natural"}, "does not know which client"),
+        ("digits", {"partition": "natural"}, "has no client ids"),
         ("digits", {"leave_out": "blured"}, "did you mean 'blurred'"),
     ],
 )
@@ -146,9 +146,7 @@ def test_refuses(name: str, options: dict[str, Any], message: str) -> None:
 
 
 def test_styles_differ_in_difficulty() -> None:
-    """Learning from plain digits alone, logistic regression reads blurred ones too, but not the
-    three rare styles.
-    """
+    """Trained on plain digits, logistic regression reads blurred ones but not the rare styles."""
     from sklearn.linear_model import LogisticRegression
 
     source = digits()

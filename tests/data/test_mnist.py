@@ -1,4 +1,4 @@
-"""MNIST from small files of our own, and its counts where the real files are at hand."""
+"""MNIST from small files written by the tests, and its counts with the real files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.data.small_files import write_idx_pair
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """Seven images to train and three to test, compressed and not."""
+    """Seven training images and three test images, compressed and not."""
     root = tmp_path_factory.mktemp("data")
     draws = np.random.default_rng(0)
     images, labels = draws.integers(0, 256, (10, 28, 28)).astype(np.uint8), np.arange(10)[::-1]
@@ -70,9 +70,7 @@ def test_real_counts():
 
 @needs_shared("mnist")
 def test_real_digits_in_fedcrcs_setting():
-    """A hundred clients with label skew, 80/20 inside each and nothing to validate on, 40 of them
-    new.
-    """
+    """A hundred clients with label skew, splits of 80/20 without validation, 40 of them new."""
     partition = {"name": "dirichlet", "clients": 100, "beta": 0.1}
     federation = load(
         "mnist", root=str(SHARED), partition=partition, splits=(0.8, 0.0, 0.2), unseen=40
@@ -83,8 +81,8 @@ def test_real_digits_in_fedcrcs_setting():
     assert np.abs(train - 0.8 * held).max() <= 1
     assert min(train.min(), test.min()) >= 1
     counts = federation.label_counts()
-    # With beta 0.1 the largest class of a client is most of what it holds; evenly shared it would
-    # be a tenth.
+    # With beta 0.1 the largest class of a client has most of its samples; with equal shares it
+    # would have a tenth.
     assert (counts.max(axis=1) / held).mean() > 0.5
 
 

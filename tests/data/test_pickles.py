@@ -1,4 +1,4 @@
-"""Pickles that are crafted to do harm are read without doing any."""
+"""Harmful pickles are read without harm."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def test_the_array_that_others_are_made_from():
 @pytest.mark.parametrize(
     "content",
     [
-        # ndarray with a buffer, strides and an offset of one's own: memory that belongs to somebody
-        # else.
+        # ndarray with a given buffer, strides and offset: memory outside the array.
         b"\x80\x02cnumpy\nndarray\n(K\x03\x85cnumpy\ndtype\n"
         + text(b"u1")
         + b"\x89\x88\x87RNJ\xff\xff\xff\x7ftR.",
@@ -76,12 +75,12 @@ def test_crafted_arrays_are_refused(content, tmp_path):
 
 
 def test_the_file_that_crashed_the_interpreter_is_refused(tmp_path):
-    """A state of a type that says it holds objects, and bytes that are taken for their addresses."""
+    """The state of a type that declares objects, and bytes that would be used as addresses."""
     state = b"(K\x03" + text(b"|") + b"NNNK\x08K\x01K\x3ftb"
     path = tmp_path / "batch"
     path.write_bytes(array(code=b"O8", shape=b"K\x01\x85", content=b"C\x08AAAAAAAA", state=state))
     with pytest.raises(
-        InputError, match="is refused: it asks for an array of 'O8', which is no type of numbers"
+        InputError, match="is refused: it asks for an array of 'O8', which is not a number type"
     ):
         read_pickle(path)
 
@@ -127,7 +126,7 @@ def test_a_value_that_is_referred_to_again_and_again_is_refused():
 
 
 def test_labels_that_stand_for_too_many_values_are_refused(tmp_path):
-    """Lists of lists of lists, thirty deep, each of which holds the next twice."""
+    """Lists of lists of lists, thirty deep, each of which contains the next twice."""
     images = pickle.dumps(np.zeros((1, 3072), np.uint8), protocol=2)[2:-1]
     labels = b"]K\x00aq\x30" + b"".join(b"](h%ch%ceq%c" % (n, n, n + 1) for n in range(0x30, 0x50))
     path = tmp_path / "cifar-10-batches-py" / "test_batch"
@@ -165,7 +164,7 @@ def test_plain_values_come_back(value, protocol):
     protocol=st.integers(0, 5),
 )
 def test_arrays_come_back(dtype, shape, order, protocol):
-    # Protocols below 3 write no bytes at all as a call of a function.
+    # Protocols below 3 write empty bytes as a function call.
     wanted = np.ones(shape if protocol > 2 or 0 not in shape else (1,), dtype, order)
     found = pickles.loads(pickle.dumps(wanted, protocol))
     assert np.array_equal(found, wanted)

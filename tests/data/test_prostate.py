@@ -1,4 +1,4 @@
-"""Volumes in NIfTI format that the tests write, and everything that may be wrong with them."""
+"""Volumes in NIfTI format that the tests write, and invalid ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cache(tmp_path_factory, monkeypatch):
 
 def save(path, values):
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Voxels of different length on each axis, as scanners have them.
+    # Voxels of different length on each axis, as in real scans.
     nibabel.save(nibabel.Nifti1Image(values, np.diag([0.5, 0.6, 3.0, 1.0])), path)
 
 
@@ -96,7 +96,7 @@ def test_sites_volumes_and_splits(root):
     assert source.groups.tolist() == [0] * 6 + [1] * 3
     assert source.units.tolist() == [0, 0, 1, 1, 1, 1, 2, 3, 3]
     assert source.x.shape == (9, 1, 12, 12)
-    # Masks stay masks when they are resized, and about as large.
+    # Resized masks are still masks of about the same area.
     _, masks = slices_by_hand()
     area = source.y.double().mean((1, 2)).numpy()
     assert set(source.y.unique().tolist()) == {0, 1}
@@ -159,8 +159,8 @@ def test_what_is_missing_or_broken_is_named(root, tmp_path):
     save(root / "UCL" / "Case03.nii.gz", volume_of(0, (10, 10, 5)))
     (root / "HK" / "Case00.nii.gz").write_bytes(b"not a volume")
     message = (
-        r"2 of the 4 volumes cannot be read: HK/Case00.nii.gz \(.*\), UCL/Case03.nii.gz \(its shape is \(10, 10, 5\), but "
-        r"that of its mask \(10, 10, 4\)\)"
+        r"2 of the 4 volumes cannot be read: HK/Case00.nii.gz \(.*\), UCL/Case03.nii.gz "
+        r"\(its shape is \(10, 10, 5\), but that of its mask \(10, 10, 4\)\)"
     )
     with pytest.raises(InputError, match=message):
         prostate(root=where, size=12)

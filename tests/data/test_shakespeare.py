@@ -1,6 +1,4 @@
-"""Roles of Shakespeare's plays: from small files of our own, and the counts of the real file where
-it is at hand.
-"""
+"""Roles of Shakespeare's plays: small files written by the tests, and counts of the real file."""
 
 from __future__ import annotations
 
@@ -23,13 +21,13 @@ def spell(numbers):
 
 
 def speech(role, length):
-    """A text in which every place can be told from the others."""
+    """A text in which every position is unique."""
     return "".join(f"{role}{place:04d}" for place in range(length))[:length]
 
 
 @pytest.fixture(scope="module")
 def plays(tmp_path_factory):
-    """Twelve male, five female roles and one unknown; role i says 100 + 10 i characters."""
+    """Twelve male and five female roles and one unknown; role i has 100 + 10 i characters."""
     root = tmp_path_factory.mktemp("data")
     genders = ["male"] * 12 + ["female"] * 5 + ["unknown"]
     rows = [
@@ -79,8 +77,8 @@ def test_every_role_is_a_client_in_the_group_of_its_gender(plays):
 def test_scale_keeps_the_beginning_of_each_text(plays):
     root, rows = plays
     source = shakespeare(root=root, roles=None, scale=0.5)
-    # Half of 100 + 10 i characters, of which 83 are needed: roles 7 (85 characters, 5 samples) and
-    # later.
+    # Half of 100 + 10 i characters, of which 83 are needed: role 7 (85 characters, 5 samples) and
+    # later ones.
     assert Counter(source.ids.tolist()) == {
         f"Play: Role {i}": 50 + 5 * i - 80 for i in range(7, 18)
     }
@@ -91,7 +89,7 @@ def test_length_and_stride(plays):
     source = shakespeare(root=plays[0], roles=None, length=20, stride=21)
     sizes = Counter(source.ids.tolist())
     assert source.x.shape[1] == 20
-    # Samples that share nothing: one for every 21 characters.
+    # Samples without overlap: one for every 21 characters.
     assert sizes == {f"Play: Role {i}": (100 + 10 * i) // 21 for i in range(18)}
 
 
@@ -118,8 +116,8 @@ def test_roles_are_drawn_by_gender(plays):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "31 roles are asked for, there are 18"),
-        ({"roles": {"female": 6}}, "6 female roles are asked for, there are 5"),
+        ({}, "31 roles requested, but there are only 18"),
+        ({"roles": {"female": 6}}, "6 female roles requested, but there are only 5"),
         (
             {"roles": {"femal": 2}},
             "unknown gender 'femal' in roles of data 'shakespeare'; did you mean 'female'",

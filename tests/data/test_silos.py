@@ -1,4 +1,4 @@
-"""Data that lie apart, one directory a client."""
+"""Data in one directory per client."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_attributes_lie_in_the_same_file(tmp_path):
     sex = together.attributes["sex"]
     assert sex.names == ("f", "m", "x")
     assert [sex.names[code] for code in sex.codes[6:]] == ["m", "m", "f", "f", "f", "m"]
-    # A client that reads its own directory knows its own values only.
+    # A client that reads only its own directory knows only its own values.
     assert silo_federation(folder, **HOW).attributes["sex"].names == ("f", "m")
 
 
@@ -189,6 +189,6 @@ def test_all_silos_have_the_same_attributes(tmp_path):
         np.savez(first / "data.npz", **arrays, **{"attribute.sex": np.array(["f"] * 3)})
     with pytest.raises(
         InputError,
-        match=r"has attribute.sex of shape \(3,\); an attribute needs one value a sample",
+        match=r"has attribute.sex of shape \(3,\); an attribute needs one value per sample",
     ):
         silos(root=str(tmp_path))

@@ -1,6 +1,4 @@
-"""Federated rounds of several phases in ordinary PyTorch: modules, ``torch.optim``, ``train()`` and
-``eval()``.
-"""
+"""Federated rounds of several phases in ordinary PyTorch, with modules and ``torch.optim``."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ from tests.engine.plain_loop import shuffled
 
 @dataclass
 class Turn:
-    """One phase by hand: which modules move (the others are in evaluation mode) and with which
-    loss.
-    """
+    """One phase by hand: the trained modules (others are in evaluation mode) and the loss."""
 
     moves: list
     loss: object
@@ -31,7 +27,7 @@ class Turn:
 
 
 def hand_batches(count, key, phase, epochs=None):
-    """The batches of so many epochs, or of one epoch after the other without end."""
+    """The batches of some epochs, or of an infinite number of epochs."""
     for epoch in itertools.count() if epochs is None else range(epochs):
         order = shuffled(count, fold(key, Purpose.SHUFFLE, phase, epoch))
         yield from (order[start : start + BATCH] for start in range(0, count, BATCH))
@@ -80,8 +76,7 @@ def average(trees, sizes):
 
 
 def rounds_by_hand(module, make_turns, cohorts, *, interleaved=False, make_own=None, combine=None):
-    """FedAvg around hand-trained clients; each client may own a module that begins from the
-    received model and stays.
+    """FedAvg of hand-trained clients; each client may own a module that starts as the received one.
 
     Another aggregation is a function of the received tensors and of those averaged by size.
     """

@@ -1,6 +1,4 @@
-"""Short training runs of every method, with images, with text, and with prompts or adapters in
-frozen transformers.
-"""
+"""Short training runs of every method, with images, text, and frozen transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ SETTINGS = {
     ),
     "fedgc": (pictures, lambda: transformer("fedgc"), 0.1),
 }
-# What is not the name of a method itself.
+# Parts that are not methods by name.
 VARIANTS = {
     "perfedavg, hessian": {"name": "perfedavg", "hessian": True},
     "moon, projection": {"name": "moon", "projection": 5},
@@ -57,9 +55,9 @@ VARIANTS = {
     "fedper, krum": {"name": "fedper", "guard": "krum"},
     "scaffold, multikrum": {"name": "scaffold", "guard": "multikrum"},
 }
-# A transformer that trains as a whole is slow, and these rules differ most in what they do with it.
+# Training a whole transformer is slow, and these rules differ most in how they use it.
 OF_VIT = ("fedavg", "ditto", "perfedavg, hessian", "fedcrc", "grace")
-# These have something to train in one part only; methods that treat the parts apart refuse them.
+# These models train one part only, so methods that treat the parts differently refuse them.
 OF_CLIP = (
     "fedavg",
     "fedprox",
@@ -72,10 +70,10 @@ OF_CLIP = (
     "fftgp",
     "fedclip, contrastive",
 )
-# A model of its own method, which differs from "prompts" little for others.
+# The model of a single method, which for other methods differs little from "prompts".
 OF_FEDGC = ("fedavg", "fedgc", "fedgcr", "fedgcr, received", "fedgr")
-# Methods for models of one kind: BatchNorm that keeps statistics, prompts with GC-Net, or frozen
-# class tokens.
+# Methods for models of one kind: BatchNorm with statistics, prompts with GC-Net, or frozen class
+# tokens.
 ONLY = {
     "fedbn": {"images"},
     "fedgc": {"fedgc"},
@@ -86,9 +84,9 @@ ONLY = {
 
 
 def fits(method, what):
-    """Whether a method can be carried out, and is worth the time."""
+    """Whether a method can run with a model, and is worth the time."""
     if VARIANTS.get(method, {}).get("guard") and what not in ("images", "text"):
-        # Guards see stacked tensors, whatever model they belong to.
+        # Guards see stacked tensors, whatever the model.
         return False
     if what not in ONLY.get(method, SETTINGS):
         return False
@@ -106,9 +104,7 @@ PAIRS = [
 
 
 def fitting(method):
-    """Return a federation and a model for a method: images and BatchNorm, unless it needs another
-    model.
-    """
+    """Return a federation and a model for a method: by default images and BatchNorm."""
     federation, model, _ = SETTINGS["fedgc" if "fedgc" in ONLY.get(method, ()) else "images"]
     return federation(), model()
 
@@ -140,10 +136,10 @@ def trained_by(method, what, *, chunk, device="cpu", replay=False, rounds=3, tea
 
 
 def skipped(models, what):
-    """Name the tensors whose true gradient is zero, which optimizers fill with rounding noise."""
+    """Return the tensors whose true gradient is zero, which optimizers fill with rounding noise."""
     return {name for name in models if what != "text" and name.split()[1] in WITHOUT_GRADIENT}
 
 
-# Masks need a U-Net, which is slow: with first and with second derivatives.
+# Masks need a U-Net, which is slow: one method with first and one with second derivatives.
 SETTINGS["segmentation"] = (masks, unet, 0.1)
 PAIRS += [("fedavg", "segmentation"), ("perfedavg, hessian", "segmentation")]

@@ -23,9 +23,7 @@ def images(seed=0, sizes=SIZES, shape=(2, 5, 5), splits=(1.0, 0.0, 0.0)):
 
 
 def masks(seed=0, sizes=SIZES, shape=(2, 9, 11)):
-    """Ten clients of very unequal sizes; pixels of two kinds of objects are brighter in one of two
-    channels.
-    """
+    """Ten clients of unequal sizes; two kinds of objects are bright in different channels."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(sizes)
     y = torch.randint(0, 3, (total, *shape[1:]), generator=generator)
@@ -39,9 +37,7 @@ def masks(seed=0, sizes=SIZES, shape=(2, 9, 11)):
 
 
 def text(seed=0, sizes=SIZES):
-    """Ten clients of very unequal sizes in two groups; the next of seven characters depends on the
-    last.
-    """
+    """Ten clients of unequal sizes in two groups; the next character depends on the last."""
     draws = np.random.default_rng(seed)
     clients = np.repeat(np.arange(len(sizes)), sizes)
     x = draws.integers(0, 7, (len(clients), 9))
@@ -56,9 +52,7 @@ def text(seed=0, sizes=SIZES):
 
 
 def several_labels(y=None):
-    """Four clients of unequal sizes; each of three classes is linear in x, unless targets are
-    given.
-    """
+    """Four clients of unequal sizes; each of three classes is linear in x by default."""
     clients = np.repeat(np.arange(4), [6, 10, 17, 27])
     x = np.random.default_rng(0).normal(size=(60, 5))
     y = (x @ np.random.default_rng(1).normal(size=(5, 3)) > 0.5) if y is None else y

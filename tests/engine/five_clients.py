@@ -1,4 +1,4 @@
-"""Five clients and three rounds: the settings in which phases are compared with training by hand."""
+"""Five clients and three rounds, for comparing phases with training by hand."""
 
 from __future__ import annotations
 

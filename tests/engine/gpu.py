@@ -1,4 +1,4 @@
-"""What tests on a GPU share: when to skip them, a model, and optimizers."""
+"""Shared code of tests on a GPU: a skip mark, a model, and optimizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from equipoise.optimizers import optimizer_named
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU that PyTorch can use"
 )
-# The true gradient of this bias of ``model`` is zero: BatchNorm subtracts it again.
+# The true gradient of this bias of ``model`` is zero, because BatchNorm subtracts it.
 SKIP = {"features.0.bias"}
 OPTIMIZERS = {
     "momentum": optimizer_named("sgd", lr=0.05, momentum=0.9, weight_decay=0.01),

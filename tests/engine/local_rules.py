@@ -1,4 +1,4 @@
-"""Parts of local rules that several tests train with."""
+"""Parts of local rules that several tests use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from equipoise.method import LocalRule, Phase, plain_gradient
 
 @dataclass(frozen=True)
 class Heads(LocalRule):
-    """Moves the head, for a while and with a loss and a gradient of choice."""
+    """Trains the head, with a given length, loss and gradient."""
 
     phase: Phase
 
@@ -23,9 +23,7 @@ def by_first_pixel(client):
 
 @dataclass(frozen=True)
 class Weighted:
-    """The gradient of a sum over the batches of a step, each with a weight of its own so that their
-    order shows.
-    """
+    """The gradient of a weighted sum over the batches of a step; weights show the order."""
 
     weights: tuple = (1.0, 0.5)
 

@@ -1,6 +1,4 @@
-"""Models as people have them: ordinary modules, with dropout of all kinds, for stand-in images and
-texts.
-"""
+"""User-defined models: ordinary modules with all kinds of dropout, for images and texts."""
 
 from __future__ import annotations
 
@@ -10,9 +8,7 @@ from torch import nn
 
 
 class Convolving(nn.Module):
-    """The network of PyTorch's first tutorials: functional dropout, and layers with names of its
-    own.
-    """
+    """The network of PyTorch's first tutorials: functional dropout, and other names of layers."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +64,7 @@ class Encoder(nn.Module):
 
 
 class Attending(nn.Module):
-    """Multi-head attention with everything it offers."""
+    """Multi-head attention with all its options."""
 
     def __init__(self, **options):
         super().__init__()

@@ -1,8 +1,7 @@
-"""Federated averaging written as plainly as possible: one client after the other, ordinary layers,
-``torch.optim``.
+"""Federated averaging as plainly as possible: one client after the other, ordinary layers.
 
-It shares nothing with the engine but the definition of the random numbers, which it computes one
-integer at a time.
+It shares only the definition of the random numbers with the engine, and computes them one integer
+at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from equipoise.random import Purpose, fold
 
 
 class PlainDropout(nn.Module):
-    """Dropout that hashes its mask element by element in Python."""
+    """Dropout that computes its mask element by element in Python."""
 
     def __init__(self, p, layer):
         super().__init__()
@@ -35,7 +34,7 @@ class PlainDropout(nn.Module):
 
 
 def with_plain_dropout(module):
-    """Replace the model's dropout layers by the ones above, numbered from 1."""
+    """Replace the model's dropout layers with the ones above, numbered from 1."""
     module = copy.deepcopy(module)
     layer = 0
     for owner in list(module.modules()):
@@ -76,9 +75,7 @@ def train_client(
 
 
 def federated_averaging(module, federation, cohorts, *, seed, **how):
-    """Run one round a cohort and give the global model's state dict, weights by size, buffers
-    averaged too.
-    """
+    """Run one round per cohort; return the global model's state dict, averaged by size."""
     module = with_plain_dropout(module)
     x = (
         federation.x.to(next(module.parameters()).dtype)

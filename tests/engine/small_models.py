@@ -8,7 +8,7 @@ from torch import nn
 from equipoise.models import build
 from equipoise.models.base import Model
 
-# A bias that BatchNorm subtracts again has a true gradient of zero; optimizers amplify its rounding
+# A bias that BatchNorm subtracts has a true gradient of zero, and optimizers amplify its rounding
 # noise. These are the biases of ``batchnorm``.
 WITHOUT_GRADIENT = {"features.0.bias", "features.3.bias"}
 # These are the biases of ``normalised``.
@@ -33,9 +33,7 @@ def batchnorm(running=True):
 
 
 def normalised():
-    """A model with BatchNorm in both parts; images keep several positions, so that one sample has a
-    variance.
-    """
+    """A model with BatchNorm in both parts; a sample has several positions, so a variance."""
     torch.manual_seed(3)
     features = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     head = nn.Sequential(nn.Conv2d(4, 3, 2), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 4))
@@ -47,9 +45,7 @@ def lstm():
 
 
 def transformer(name="vitprompts", **options):
-    """A transformer for images of shape (1, 8, 8); all but ``vit`` are frozen except for prompts or
-    an adapter.
-    """
+    """A transformer for images (1, 8, 8). Except for ``vit``, only prompts or adapters train."""
     small = {"patch": 4, "width": 16, "depth": 1, "heads": 2, **options}
     return build(name, shape=(1, 8, 8), classes=4, seed=5, **small).double()
 
@@ -60,7 +56,7 @@ def unet(norm="instance"):
 
 
 class Tempered(nn.Module):
-    """A linear layer whose scores are multiplied by one learnable number."""
+    """A linear layer whose scores are multiplied by one learned number."""
 
     def __init__(self, *sizes):
         super().__init__()

@@ -1,6 +1,4 @@
-"""Batches: every sample once an epoch, the client's own samples only, and nobody looks at chunk
-mates.
-"""
+"""Batches: every sample once per epoch, only the client's own samples, independent of the chunk."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from tests.engine.federations import THREE_COHORTS, images
 from tests.engine.small_models import mlp
 from tests.rounds import engine_run
 
-# Client 0 holds 7 samples, client 1 none, client 2 twelve, client 3 one, client 4 eight; positions
+# Client 0 holds 7 samples, client 1 none, client 2 twelve, client 3 one, client 4 eight. Positions
 # are scattered.
 HELD = [range(100, 107), [], range(40, 52), [3], range(60, 68)]
 SPLIT = Split.from_lists([list(held) for held in HELD])
@@ -45,7 +43,7 @@ def drawn(
 
 
 def samples_of(batches, row):
-    """The samples of every step a client makes, without padding."""
+    """The samples of every step of a client, without padding."""
     return [
         batches.positions[row, s, : batches.counts[row, s]].tolist()
         for s in range(batches.steps[row])
@@ -78,7 +76,7 @@ def test_places_say_where_positions_are_among_the_samples_held(a_step):
     assert batches.sizes.tolist() == [12, 8, 7, 1]
     found = [batches.held[place].item() for place in batches.index.flatten()]
     assert found == batches.positions.flatten().tolist()
-    # Nobody is led to another client's samples, padding included.
+    # No position belongs to another client, including padding.
     for row, (first, end) in enumerate([(0, 12), (12, 20), (20, 27), (27, 28)]):
         assert first <= int(batches.index[row].min()) <= int(batches.index[row].max()) < end
 
@@ -102,7 +100,7 @@ def test_samples_are_counted_as_often_as_they_are_seen():
     [(2, 1, [2, 1, 1, 1]), (2, 3, [5, 3, 3, 2]), (3, 2, [2, 2, 2, 1])],
 )
 def test_steps_of_several_batches_take_the_next_of_one_stream(a_step, epochs, steps):
-    # An epoch of batches of 5 has 3, 2, 2 and 1 of them.
+    # An epoch has 3, 2, 2 and 1 batches of 5.
     several = drawn(batch_size=5, epochs=epochs, a_step=a_step)
     assert several.steps.tolist() == steps
     one_by_one = drawn(batch_size=5, epochs=20)
@@ -134,7 +132,7 @@ def test_small_clients_draw_no_orders_they_never_use(monkeypatch):
         return original(keys, sizes, width)
 
     monkeypatch.setattr(batches_module, "permutations", listening)
-    # The largest client makes 12 steps an epoch, the smallest one.
+    # The largest client makes 12 steps per epoch, the smallest one.
     drawn(batch_size=1, epochs=2)
     drawn(batch_size=1, steps=5)
     assert drawn_epochs == [2, 5]
@@ -293,7 +291,7 @@ def test_training_with_any_batch_larger_than_the_largest_client_is_the_same(meth
 
 @pytest.mark.parametrize("a_step", [1, 2])
 def test_a_full_batch_is_no_wider_than_the_largest_client(a_step):
-    """Memory follows the data, however large the batch size is."""
+    """Memory depends on the data, however large the batch size is."""
     batches = drawn(batch_size=1_000_000, a_step=a_step)
     assert batches.positions.shape[2] == max(SIZES.values())
     for row, client in enumerate(ORDERED):

@@ -1,4 +1,4 @@
-"""How many clients are stacked, and how many samples a pass looks at: worked out by hand."""
+"""The number of stacked clients, and of samples per pass: computed by hand."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from equipoise.models.frozen import Frozen
 from tests.engine.federations import SIZES, images
 
 SHAPE = (1, 8, 8)
-# The bounds of a CPU: of all stacked parameters, of the activations of a step, of those of a pass
-# without gradient.
+# The bounds for a CPU: of all stacked parameters, of the activations of a step, and of those of a
+# pass without gradient.
 PARAMETERS, STEP, PASS = 2_000_000, 2**28, 2**27
 
 
@@ -79,7 +79,7 @@ def test_frozen_parameters_do_not_count(freeze):
 def test_activations_of_a_step_are_bounded(batch_size):
     width = 2048
     engine = engine_of(Model(wide(width), nn.Linear(width, 4)), batch_size)
-    # The head, and the model's own output, which nobody calls as a whole.
+    # The head, and the output of the whole model, which is not called.
     activations = activations_of_wide(width) + 4
     assert engine.network.activations == activations
     parameters = 2 * width + width * 4 + 4
@@ -105,11 +105,11 @@ def test_stems_encode_as_many_samples_as_their_own_activations_allow():
     torch.manual_seed(0)
     stem = Frozen(wide(8192))
     network = engine_of(Model(nn.Linear(8192, 8), nn.Linear(8, 4), stem=stem)).network
-    # The Frozen gives once more what the Sequential in it gives.
+    # The Frozen returns the output of the Sequential in it once more.
     stem_activations = activations_of_wide(8192) + 8192
     assert network.stem_activations == stem_activations
     assert samples_an_encoding(network) == PASS // stem_activations
-    # What was encoded is not computed again.
+    # Encoded samples are not computed again.
     assert network.activations == 8 + 4
     assert samples_a_pass(network, 1) == 4096
     plain = engine_of(Model(nn.Linear(8192, 8), nn.Linear(8, 4), stem=stem), encode=False).network
@@ -117,9 +117,7 @@ def test_stems_encode_as_many_samples_as_their_own_activations_allow():
 
 
 class Constant(nn.Module):
-    """A head that makes scores of weights which a frozen layer makes of fixed inputs, whatever the
-    batch.
-    """
+    """A head whose weights come from a frozen layer with fixed inputs, whatever the batch."""
 
     def __init__(self, rows):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The door between server and clients: what crosses it, what may be asked, and what is reported."""
+"""Cohorts: what server and clients exchange, which questions are allowed, and what is reported."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_fedavg_moves_one_model_each_way_and_two_reports(precision):
 
 
 def test_local_receives_nothing_and_sends_reports_only():
-    """Clients build the model they begin with themselves."""
+    """Clients build the initial model themselves."""
     played = play(build("local"), federation(), small(), [[0, 1], [1, 2], [0, 1, 2]])
     assert [cohort.bytes_down for cohort in played.cohorts] == [0, 0, 0]
     assert [cohort.bytes_up for cohort in played.cohorts] == [2 * REPORTS, 2 * REPORTS, 3 * REPORTS]
@@ -77,7 +77,7 @@ def test_scaffold_moves_twice_as_much():
     played = play(build("scaffold"), federation(), module, [[0, 1, 2]] * 2)
     for cohort in played.cohorts:
         assert cohort.bytes_down == 3 * 2 * 204 * NUMBER
-        # The correction of the loss is reported besides.
+        # The correction of the loss is also reported.
         assert cohort.bytes_up == 3 * (2 * 204 * NUMBER + REPORTS + 8)
 
 
@@ -147,7 +147,7 @@ def test_a_cohort_trains_once():
     model = cohort.engine.network.initial()
     cohort.train({"model": model}, {}, method.local)
     with pytest.raises(
-        InputError, match="this cohort has trained already.*valid: one train\\(\\) a round"
+        InputError, match="this cohort has already trained.*valid: one train\\(\\) per round"
     ):
         cohort.train({"model": model}, {}, method.local)
 
@@ -168,7 +168,7 @@ def test_the_key_of_the_server_depends_on_round_and_seed_alone():
 
 @dataclass(frozen=True)
 class Answers(LocalRule):
-    """A rule with client-side questions of its own."""
+    """A rule with its own questions to clients."""
 
     scale: float = 2.0
     keeps = "personal.head"
@@ -304,8 +304,8 @@ def test_reports_may_look_at_some_samples_drawn_anew_each_round(chunk):
     played = play(build("fedavg"), data, module, [[0, 1, 2]] * 2, report_samples=limit, **how)
     for client in range(3):
         held = data.train.of(client)
-        # Every way to take so many of the client's samples; with a learning rate of zero the model
-        # stays the same.
+        # All subsets of this size of the client's samples; with a learning rate of zero the model
+        # does not change.
         ways = [
             loss_by_hand(module, data, np.array(some))
             for some in combinations(held, min(limit, len(held)))
@@ -330,7 +330,7 @@ def test_only_the_reports_somebody_needs_are_made():
 
 
 def test_the_training_loss_is_the_mean_over_the_samples_as_they_were_seen():
-    """With a learning rate of zero every sample is seen by the model that was sent."""
+    """With a learning rate of zero, all samples are evaluated with the model that was sent."""
     data, module = federation(), Model(nn.Flatten(), nn.Linear(50, 4)).double()
     played = play(
         build("fedavg"),

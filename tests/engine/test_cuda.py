@@ -1,4 +1,4 @@
-"""On a GPU: the same numbers as on the CPU, replayed or not, and the same bits twice."""
+"""On a GPU: the same numbers as on the CPU, replayed or not, and the same bits in two runs."""
 
 from __future__ import annotations
 

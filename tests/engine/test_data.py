@@ -1,6 +1,4 @@
-"""Samples on the device, on the host and on disk: the same batches, and no more read than is
-needed.
-"""
+"""Samples on the device, on the host and on disk: the same batches, without unnecessary reading."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Counted:
-    """Samples that note which rows were read."""
+    """Samples that record which rows were read."""
 
     def __init__(self, values):
         self.values, self.read = values, []
@@ -108,8 +106,7 @@ def test_a_run_reads_what_its_batches_need_and_nothing_else():
     samples = Counted(images())
     clients = federation(samples)
     samples.read.clear()
-    # Clients 0 and 1 hold samples 0 to 19. Only they are evaluated, because the others hold
-    # nothing.
+    # Clients 0 and 1 hold samples 0 to 19. Only they are evaluated: the others have no samples.
     few = dataclasses.replace(
         clients,
         **{
@@ -131,7 +128,7 @@ def test_a_run_reads_what_its_batches_need_and_nothing_else():
     assert max(len(batch) for batch in samples.read) <= 20
 
 
-# On a GPU, steps with samples in its memory are replayed, with batches of one width; those of
+# On a GPU, steps with samples in its memory are replayed, with batches of one width. Steps with
 # mapped samples are not.
 ON_CPU = Machine(device="cpu")
 
@@ -161,7 +158,7 @@ def test_training_on_mapped_samples_gives_the_same_numbers(tmp_path, model, meth
 
 @dataclasses.dataclass(frozen=True)
 class HeadSeesX(LocalRule):
-    """Move the head for long enough that z is computed once, and look at x all the same."""
+    """Train the head long enough for z to be computed once, but read x as well."""
 
     def phases(self):
         return (
@@ -221,7 +218,7 @@ def test_training_on_a_gpu_from_disk_gives_the_same_numbers(tmp_path, model):
         assert torch.allclose(one, other, atol=1e-6)
 
 
-# 16 GiB of zeros, of which the file system stores almost nothing.
+# 16 GiB of zeros, which the file system stores as a sparse file.
 PROGRAM = """
 import json, os, resource, sys
 import numpy as np

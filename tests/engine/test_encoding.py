@@ -1,6 +1,4 @@
-"""Samples encoded by a model's stem: the same numbers as without, computed once and kept between
-runs.
-"""
+"""Samples encoded by a model's stem: the same numbers as without, computed once and cached."""
 
 from __future__ import annotations
 
@@ -26,21 +24,21 @@ from tests.engine.federations import SIZES, images
 from tests.engine.small_models import transformer
 
 SAMPLES = sum(SIZES)
-# The model is tried out on three samples, as it came and taken apart, and the first sample is part
-# of the key.
+# The model is tested on three samples, in its original and its converted form, and the first sample
+# is part of the key.
 TRIED = 3 + 3 + 1
 SHAPE = (1, 8, 8)
 
 
 @pytest.fixture(autouse=True)
 def entries(tmp_path, monkeypatch):
-    """A cache directory of the test's own; gives the arrays in it."""
+    """A cache directory for the test; return the arrays in it."""
     monkeypatch.setenv("EQUIPOISE_CACHE", str(tmp_path / "cache"))
     return lambda: sorted((tmp_path / "cache" / "arrays").glob("*.npy"))
 
 
 class Counting(nn.Module):
-    """Counts the samples that pass, in all copies together."""
+    """Counts the samples that pass through it, over all copies."""
 
     def __init__(self, scale=1.0):
         super().__init__()
@@ -53,7 +51,7 @@ class Counting(nn.Module):
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch):
-    """Gives how many samples have passed since the last time."""
+    """Return how many samples have passed since the last call."""
     monkeypatch.setattr(Counting, "samples", 0, raising=False)
 
     def since():
@@ -64,7 +62,7 @@ def counted(monkeypatch):
 
 
 class Reordered(nn.Module):
-    """Takes numbers in an order of whole numbers."""
+    """Takes numbers in an order given by integers."""
 
     def __init__(self, order):
         super().__init__()
@@ -75,7 +73,7 @@ class Reordered(nn.Module):
 
 
 def model(seed=0, scale=1.0, order=range(12)):
-    """A frozen stem that counts, then layers that move."""
+    """A frozen stem that counts samples, then trained layers."""
     torch.manual_seed(seed)
     stem = nn.Sequential(
         Counting(scale), nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.Dropout(0.4)
@@ -213,7 +211,7 @@ def test_augmented_samples_are_encoded_in_every_step(chunk, counted, entries):
     in_one_round = counted()
     made = trainer(augment=(Flip(),), chunk=chunk)
     assert not made.engine.network.encoded
-    # The six smallest clients hold 30 samples, and look at each in both epochs.
+    # The six smallest clients hold 30 samples, and use each in both epochs.
     assert counted() >= in_one_round + 2 * (2 * 30)
     assert entries() == []
     assert distance(made.state.model, made.engine.network.initial()) > 1e-3
@@ -242,7 +240,7 @@ def test_samples_on_disk_are_encoded(tmp_path, counted, entries):
 
 
 def test_encoded_samples_may_stay_on_disk(monkeypatch):
-    """Those that are too large for memory are read batch by batch."""
+    """Encoded samples that are too large for memory are read batch by batch."""
     wanted = trainer().state.model
     monkeypatch.setattr("equipoise.data.encode._IN_MEMORY", 1000)
     found = trainer()
@@ -251,7 +249,7 @@ def test_encoded_samples_may_stay_on_disk(monkeypatch):
 
 
 def test_bytes_are_encoded_as_they_are():
-    """The stem gets whole numbers, and may scale them itself."""
+    """The stem gets integers, and may scale them itself."""
     federation = images(shape=SHAPE)
     as_bytes = replace(federation, x=(40 * federation.x + 128).clamp(0, 255).to(torch.uint8))
     module = transformer()
@@ -290,6 +288,6 @@ def test_an_engine_over_encoded_samples_knows_what_they_take():
         images(shape=SHAPE), transformer(), Training(), Machine(device="cpu", precision="float64")
     )
     assert engine.data.inputs(torch.arange(2)).shape == (2, 5, 16)
-    # Five tokens of sixteen numbers, which the stem, the Frozen around it and the layers in it each
-    # put out in part.
+    # Five tokens of sixteen numbers, which the stem, the Frozen around it and its layers each
+    # return in part.
     assert 2 * 5 * 16 <= engine.network.stem_activations <= 5 * 5 * 16 + 64

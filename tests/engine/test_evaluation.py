@@ -59,9 +59,7 @@ def setting(task="classification", outputs=3, targets=None, running=True):
 
 
 def by_hand(data, params, held, running=True):
-    """Load the parameters into an ordinary model and look at one sample at a time, or at one
-    client's together.
-    """
+    """Evaluate an ordinary model with these parameters, by sample or by client."""
     if not held:
         return np.nan, np.nan
     plain = module(running=running).eval()
@@ -204,7 +202,7 @@ def test_values_are_copied_to_the_host_once(personal, monkeypatch):
 
 
 def spread_of_scores(output, y):
-    """A metric that is no mean over samples, of outputs and targets together."""
+    """A metric that is not a mean over samples, of outputs and targets together."""
     return float((output - torch.nn.functional.one_hot(y, 3)).std()) if len(y) > 1 else None
 
 
@@ -217,7 +215,7 @@ def metrics_by_hand(data, params, held, running=True):
     plain = module(running=running).eval()
     plain.load_state_dict(params, strict=False)
     with torch.no_grad():
-        # Running statistics: a sample at a time gives the same.
+        # With running statistics, one sample at a time gives the same result.
         output = (
             torch.cat([plain(data.x[[sample]]) for sample in held])
             if running
@@ -294,7 +292,7 @@ def test_metrics_of_samples_that_several_clients_hold():
     )
     wanted = [metrics_by_hand(data, network.initial(), own)["spread_of_scores"] for own in held]
     np.testing.assert_allclose(found["spread_of_scores"], wanted, rtol=1e-12)
-    # Clients with the same samples in the same order are measured once.
+    # Clients with the same samples in the same order are evaluated once.
     assert measured == [3, 3, 2]
 
 
@@ -318,9 +316,7 @@ def test_no_more_outputs_are_kept_than_those_of(shared, most, monkeypatch):
     rows = []
 
     def alive(output=None, y=None):
-        """Count the rows of all tensors that look like outputs; views share the memory of their
-        tensor.
-        """
+        """Count the rows of all tensors that may be outputs, without views."""
         tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
         memory = [
             tensor.untyped_storage()
@@ -341,5 +337,5 @@ def test_no_more_outputs_are_kept_than_those_of(shared, most, monkeypatch):
         evaluate_stacked(network, on_device, own, {}, split, np.arange(clients), 3, [metric])
     before, *during = rows
     assert len(during) == clients
-    # The pieces, the outputs of one client that the metric gets, and the current pass.
+    # The pieces, the outputs of the client that the metric gets, and the current pass.
     assert max(during) - before <= (most + 2) * each

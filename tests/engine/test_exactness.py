@@ -186,6 +186,6 @@ def test_stacked_equals_one_by_one_for_every_method(method, make):
     }
     one_by_one = engine_run(make(), federation, THREE_COHORTS, chunk=1, **how)
     stacked = engine_run(make(), federation, THREE_COHORTS, chunk=10, **how)
-    # Server-side Adam divides a gradient of zero plus rounding by its own size, so those biases are
+    # Server-side Adam divides a zero gradient plus rounding by its own size, so these biases are
     # left out.
     assert distance(stacked, one_by_one, WITHOUT_GRADIENT) <= 1e-9

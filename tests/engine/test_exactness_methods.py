@@ -18,13 +18,13 @@ from tests.rounds import engine_run
 def test_stacked_equals_one_by_one(method, what):
     wanted = trained_by(method, what, chunk=1)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in wanted.values())
-    # Frozen modules take the samples of all stacked clients as one batch, so that the number of
-    # clients matters there.
+    # Frozen modules take the samples of all stacked clients as one batch, so the number of clients
+    # affects rounding.
     for chunk in (10, 3) if what == "prompts" else (10,):
         assert (
             distance(trained_by(method, what, chunk=chunk), wanted, skipped(wanted, what)) <= 1e-9
         )
-    # A round less is far away: the numbers compared are not those of the first model.
+    # With one round less the result is far away: the compared numbers are not the initial ones.
     assert (
         distance(trained_by(method, what, chunk=10, rounds=2), wanted, skipped(wanted, what)) > 1e-5
     )

@@ -1,4 +1,4 @@
-"""Facts: what clients work out from their samples, when losses can read it, and what of it is sent."""
+"""Facts: what clients compute from their samples, when losses can read it, and what is sent."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ def loss(module, client):
 def test_facts_of_the_received_and_the_trained_model_are_uploaded(
     size_of_a_pass, chunk, monkeypatch
 ):
-    """Streamed in passes of a few samples they equal a computation on the whole split, client by
-    client.
-    """
+    """Computed in passes of a few samples, facts equal those of the whole split."""
     monkeypatch.setattr("equipoise.engine.chunking._PASS", size_of_a_pass)
     method = build("fedavg", local=Counted(), aggregation=Counted())
     played = play(method, data(), mlp(), COHORTS, chunk=chunk, **HOW)
@@ -92,7 +90,7 @@ def test_uploaded_facts_are_counted():
 
 @dataclass(frozen=True)
 class Remembering(LocalRule):
-    """Add the facts to the loss; with a learning rate of zero the training loss shows them."""
+    """Add the facts to the loss; with a learning rate of zero, the training loss shows them."""
 
     model: str = "trained"
 
@@ -247,13 +245,13 @@ def test_facts_come_back_from_a_checkpoint(model):
 
 @dataclass(frozen=True)
 class Mistaken(LocalRule):
-    """A rule whose fact is whatever it is told to be."""
+    """A rule with an arbitrary fact."""
 
     sums: object = None
     then: object = None
 
     def facts(self):
-        """Name the fact."""
+        """Return the fact."""
         return {"odd": Fact(sums=self.sums, then=self.then)}
 
 

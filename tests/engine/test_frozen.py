@@ -1,4 +1,4 @@
-"""Features that rest are run once for every sample, and nobody can tell from the numbers."""
+"""Features that are not trained are computed once per sample, with the same results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.engine.local_rules import Heads, Weighted, by_first_pixel
 from tests.engine.small_models import mlp
 from tests.rounds import linear, minimised, play, random_regression
 
-# One sample is a batch without a variance, and a client that is the only one left at the end.
+# One sample is a batch without variance, and its client is the last one to finish.
 SIZES = [9, 1, 20, 3, 17]
 # The last client never takes part.
 COHORTS = [[1, 3], [0, 1, 2, 3]]
@@ -47,7 +47,7 @@ def normalised(features_norm=None):
 
 @pytest.fixture
 def fills(monkeypatch):
-    """Note for how many samples z is computed, every time it is."""
+    """Record for how many samples z is computed, at each computation."""
     noted = []
     plain = FrozenFeatures.fill
 
@@ -61,7 +61,7 @@ def fills(monkeypatch):
 
 @pytest.fixture
 def uncached(monkeypatch):
-    """Call a function with frozen features switched off."""
+    """Call a function with precomputed features turned off."""
 
     def called(function, *args, **how):
         with monkeypatch.context() as patch:
@@ -72,9 +72,7 @@ def uncached(monkeypatch):
 
 
 def after_rounds(rule, module=None, cohorts=COHORTS, *, chunk=10, fine_tune=(), **how):
-    """Play rounds, and give the global model, everybody's personal model and the losses of the last
-    cohort.
-    """
+    """Run rounds; return the global model, personal models and losses of the last cohort."""
     method = rule if hasattr(rule, "aggregation") else build("fedavg", local=rule)
     how = {"batch_size": 6, "epochs": 2, "optimizer": SGD, **how}
     played = play(method, images(sizes=SIZES), module or normalised(), cohorts, chunk=chunk, **how)
@@ -167,11 +165,10 @@ def test_several_batches_a_step(chunk, fills, uncached):
 
 @pytest.mark.parametrize(("chunk", "tolerance"), [(1, 1e-7), (10, 2**-7)])
 def test_lowered_arithmetic_rounds_where_it_did(chunk, tolerance, fills, uncached):
-    """The head begins where bfloat16 and float32 part: z must reach it in the type in which
-    features give it.
+    """The head starts where bfloat16 and float32 differ: it must get z in the type of the features.
 
-    Clients with the same features are not told apart while z is computed, so that theirs is lowered
-    where that of stacked clients need not be: the same up to a rounding of bfloat16.
+    For clients with the same features, z is computed in one batch, and autocast lowers it there but
+    not for stacked clients. Both are equal up to a rounding of bfloat16.
     """
     torch.manual_seed(1)
     module = Model(
@@ -190,13 +187,13 @@ def test_lowered_arithmetic_rounds_where_it_did(chunk, tolerance, fills, uncache
 # ---- once ----------------------------------------------------------------------------------------
 
 
-# Three samples to try the model out: together, in training, alone, and by the module as it came;
-# then two for two clients, stacked and one by one.
+# Three samples to test the model: together, in training, alone, and with the original module; then
+# two for two clients, stacked and separately.
 TRIED = [3, 3, 1, 1, 1, 3, 2, 2, 2]
 
 
 def counted(module):
-    """Let a model note the number of samples of every pass through its features."""
+    """Make a model record the number of samples of every pass through its features."""
     noted = []
 
     class Counts(nn.Module):
@@ -205,7 +202,7 @@ def counted(module):
             return x
 
     module.features.insert(0, Counts())
-    # Copies of a model, as an engine makes one, share the list.
+    # Copies of a model, such as the engine's, share the list.
     return module, noted
 
 
@@ -213,8 +210,8 @@ def test_features_run_once_for_every_sample_of_a_lone_client():
     module, noted = counted(mlp())
     how = {"batch_size": 6, "optimizer": SGD, "chunk": 1}
     play(build("fedrep", head_epochs=5), images(sizes=SIZES), module, [[0, 2]], **how)
-    # One sample to see the shape of z, then each client's samples once for the head and once for
-    # the features.
+    # One sample for the shape of z, then each client's samples once for the head and once for the
+    # features.
     assert sorted(noted[len(TRIED) :], reverse=True) == [20, 9, *[6] * (3 + 1), 3, 2, 1]
 
 
@@ -232,7 +229,7 @@ def test_stacked_clients_share_a_pass():
 
 
 def test_clients_with_the_same_features_are_not_told_apart():
-    """Heads of newcomers: features neither move nor differ, so all samples are one batch."""
+    """Heads of new clients: all have the same features, so all samples form one batch."""
     module, noted = counted(mlp())
     found = play(
         build("fedper"), images(sizes=SIZES), module, [[0]], batch_size=20, epochs=2, optimizer=SGD
@@ -244,8 +241,7 @@ def test_clients_with_the_same_features_are_not_told_apart():
 
 def test_phases_in_a_row_share_what_was_computed(fills):
     after_rounds(build("fedcrc"), cohorts=[[0, 2]], epochs=1)
-    # Two epochs in all, one for each head; the personal models of newcomers are made in a single
-    # one.
+    # Two epochs in total, one for each head; personal models of new clients need a single one.
     assert fills == [29]
 
 
@@ -266,7 +262,7 @@ def test_memory_stays_in_place_until_more_is_needed():
 
 
 class Residual(Model):
-    """Not the head of the features alone."""
+    """A head that uses more than the features."""
 
     def forward(self, x):
         return super().forward(x) + x.flatten(1)[:, :4]
@@ -337,7 +333,7 @@ def test_features_are_computed_in_every_step(rule, module, how, fills):
 
 @pytest.mark.parametrize(("largest", "kept"), [(64 * 36 * 8, True), (64 * 36 * 8 - 1, False)])
 def test_z_takes_no_more_memory_than_allowed(largest, kept, fills, monkeypatch):
-    """Room for 37 samples is room for 64, of 36 numbers each."""
+    """Memory for 37 samples is allocated for 64, of 36 numbers each."""
     monkeypatch.setattr(frozen, "_LARGEST", largest)
     how = {"batch_size": 6, "epochs": 2, "optimizer": SGD}
     play(build("fedavg", local=HEAD), images(sizes=SIZES), normalised(), [[2, 4]], **how)

@@ -1,4 +1,4 @@
-"""Local rules of several parts and several batches a step, replayed on a GPU: the CPU's numbers."""
+"""Local rules with several parts and batches per step: the same numbers on a GPU and a CPU."""
 
 from __future__ import annotations
 
@@ -67,9 +67,7 @@ def test_a_gpu_gives_the_cpus_numbers(name, chunk, replay):
 def test_frozen_features_give_the_numbers_of_computing_them_in_every_step(
     name, chunk, replay, monkeypatch
 ):
-    """Cohorts of unlike sizes in turn: recorded steps must notice when z moves to where there is
-    more room.
-    """
+    """Cohorts of different sizes in turn: recorded steps must notice a reallocation of z."""
     found = trained("cuda", chunk, replay, name)
     monkeypatch.setattr(frozen, "_LARGEST", 0)
     for tree, wanted in zip(found, trained("cuda", chunk, False, name), strict=True):

@@ -1,4 +1,4 @@
-"""What clients remember: versions, strangers, growth, and the way through a checkpoint."""
+"""Memories of clients: versions, new clients, growth, and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FIRST = {"kept": {"w": torch.tensor([-1.0, -2.0])}, "other": {"b": torch.tensor(
 
 
 def memory(*values):
-    """The memories of as many clients, told apart by one number each."""
+    """The memories of some clients, with a different number each."""
     column = torch.tensor(values)
     return {"kept": {"w": torch.stack([column, 10 * column], 1)}, "other": {"b": column + 0.25}}
 

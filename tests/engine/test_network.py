@@ -1,4 +1,4 @@
-"""What a network counts as frozen, and what frozen tensors take no part in."""
+"""Which tensors are frozen, and that frozen tensors are not trained, sent or saved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOVING = {"features.prompts", "head.weight", "head.bias"}
 
 
 class Shift(nn.Module):
-    """Adds a buffer that is saved with the model, one that is not, and one of whole numbers."""
+    """Adds a buffer that is saved with the model, one that is not, and one of integers."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ MIXED = {
     "head.weight",
     "head.bias",
 }
-# The bias before BatchNorm has a gradient of zero, and nothing changes a buffer that is only read.
+# The bias before BatchNorm has a gradient of zero, and a buffer that is only read does not change.
 UNCHANGED = {"features.2.bias", "features.5.2.saved"}
 
 
@@ -110,7 +110,7 @@ def test_what_is_frozen_is_neither_stacked_nor_sent_nor_changed(chunk):
     assert set(played.model) == MIXED
     for name in MIXED:
         assert torch.allclose(played.model[name], before[name]) == (name in UNCHANGED), name
-    # The module that was given keeps all its tensors, and the network's own all that are frozen.
+    # The given module keeps all its tensors, and the network's copy all that are frozen.
     given, own = tensors_of(module), tensors_of(played.engine.network.module)
     for name, tensor in before.items():
         assert torch.equal(given[name], tensor), name
@@ -133,7 +133,7 @@ def test_stacked_clients_share_frozen_tensors_exactly():
 
 
 def test_a_frozen_norm_normalises_by_the_statistics_it_came_with():
-    """Also while the model is tried out, and while everything around it trains."""
+    """Also while the model is tested, and while everything around it is trained."""
     module = mixed()
     x = images().x[:5]
     with torch.no_grad():
@@ -166,7 +166,7 @@ def test_dropout_in_features_that_are_frozen_drops_nothing():
         )
     )
     assert distance(found, wanted) == 0
-    # Where there is nothing to freeze, dropout acts on the inputs of what moves.
+    # If nothing is frozen, dropout is applied to the inputs of the trained part.
     still = play(
         build_method("fedavg"),
         images(),
@@ -190,7 +190,7 @@ class Centred(nn.Module):
 
 
 def test_a_stem_is_frozen_as_a_whole():
-    """Layers in it have no parameters that could tell."""
+    """Its layers have no parameters that could be frozen."""
     model = Model(nn.Sequential(nn.Flatten(), nn.Linear(50, 6)), nn.Linear(6, 4), stem=Centred(0.5))
     assert {slot.name for slot in slots_of(model) if slot.frozen} == {
         "stem.mean",
@@ -266,7 +266,7 @@ def test_frozen_modules_in_bfloat16(chunk, encode):
     np.testing.assert_allclose(losses, wanted, rtol=0.02)
     assert losses != wanted
     assert losses[-1] < losses[0]
-    # What is handed out has the frozen weights in full.
+    # A model that is returned to the user has the frozen weights in full precision.
     model = run.model()
     assert {tensor.dtype for tensor in model.parameters()} == {torch.float32}
     assert torch.equal(model.stem.module.project.weight, exact.model().stem.module.project.weight)
@@ -276,7 +276,7 @@ def test_lowering_needs_frozen_modules():
     machine = Machine(device="cpu", frozen="bfloat16")
     with pytest.raises(
         InputError,
-        match="machine.frozen lowers frozen modules, but the model has none; valid: .*vitp",
+        match="lowers the precision of frozen modules, but the model has none; valid: .*vitp",
     ):
         train(images(**PICTURES), model="mlp", machine=machine, rounds=1)
 
@@ -288,7 +288,7 @@ def test_other_types_of_frozen_modules_are_refused(value):
 
 
 class Leaning(nn.Module):
-    """Adds a share of the batch's mean to every sample."""
+    """Adds a fraction of the batch's mean to every sample."""
 
     def __init__(self, share):
         super().__init__()
@@ -301,15 +301,20 @@ class Leaning(nn.Module):
 
 
 @pytest.mark.parametrize(("lowered", "share", "refused"), [
-    (None, 0.0, False), (None, 0.04, True), (torch.bfloat16, 0.04, False), (torch.bfloat16, 1.0, True),
+    (None, 0.0, False), (None, 0.04, True),
+    (torch.bfloat16, 0.04, False), (torch.bfloat16, 1.0, True),
 ])  # fmt: skip
 def test_frozen_modules_in_bfloat16_may_round_more(lowered, share, refused):
-    """On a GPU products of one row and of several may be rounded differently, in each frozen layer."""
+    """On a GPU, products of one row and of several may round differently, in each frozen layer."""
     torch.manual_seed(0)
     model = Model(Leaning(share), nn.Linear(5, 3))
     network = Network(
         model, tasks.build("classification"), torch.device("cpu"), torch.float32, None, lowered
     )
     x, y = torch.randn(7, 6), torch.zeros(7, dtype=torch.int64)
-    with pytest.raises(InputError, match="depends on the others") if refused else nullcontext():
+    with (
+        pytest.raises(InputError, match="depends on the other samples")
+        if refused
+        else nullcontext()
+    ):
         network.try_out(x, y, 3)

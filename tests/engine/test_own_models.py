@@ -1,6 +1,4 @@
-"""Ordinary modules: stacked clients equal clients one by one, whatever kind of dropout the modules
-use.
-"""
+"""Ordinary modules: stacked clients equal single clients, with any kind of dropout."""
 
 from __future__ import annotations
 
@@ -58,9 +56,7 @@ def made(name):
 
 
 def without_gradient(model):
-    """The biases of keys: they add the same to all scores of a query, so their true gradient is
-    zero.
-    """
+    """The biases of keys; they add a constant to all scores, so their true gradient is zero."""
     return {name for name in model if "key" in name and name.endswith("bias")}
 
 
@@ -74,7 +70,7 @@ def test_stacked_clients_equal_clients_one_by_one(name):
     )
     assert not found.engine.network.unstackable
     assert distance(found.model, wanted.model, without_gradient(wanted.model)) <= 1e-9
-    # Dropout does something: without it the model is another one.
+    # Dropout has an effect: without it the model differs.
     for layer in module.modules():
         for rate in ("p", "dropout", "dropout_prob", "attention_dropout"):
             if isinstance(getattr(layer, rate, None), float):
@@ -86,7 +82,7 @@ def test_stacked_clients_equal_clients_one_by_one(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_evaluation_is_that_of_the_module_itself(name):
-    """Nothing is dropped there, and the model that comes back is the one that was evaluated."""
+    """Nothing is dropped in evaluation, and the returned model is the evaluated one."""
     module, federation = made(name)
     run = train(federation, model=module, rounds=1, machine=FLOAT64)
     x = federation.x if federation.x.dtype == torch.int64 else federation.x.double()
@@ -163,7 +159,7 @@ def test_a_divided_module_trains_like_one_written_in_two_parts():
 
 
 class LogProbabilities(Convolving):
-    """A network that does something after its last layer."""
+    """A network that processes the output of its last layer."""
 
     def forward(self, x):
         return F.log_softmax(super().forward(x), 1)
@@ -229,7 +225,7 @@ def test_a_head_that_is_never_called_or_of_a_named_model_is_refused():
 
 
 class WithMask(nn.Module):
-    """A BERT that leaves tokens of padding out, by a mask of two or four dimensions."""
+    """A BERT that ignores tokens of padding, with a mask of two or four dimensions."""
 
     def __init__(self, axes):
         super().__init__()
@@ -274,7 +270,7 @@ def test_outputs_without_a_tensor_are_refused_with_the_change_that_helps(output,
 
 
 class Branching(nn.Module):
-    """A module whose code depends on values."""
+    """A module with control flow that depends on values."""
 
     def __init__(self, condition):
         super().__init__()
@@ -289,7 +285,7 @@ class Branching(nn.Module):
     ("condition", "says"),
     [
         (lambda y: y.abs().max() < 1e9, "it has an if or a loop that depends on values"),
-        (lambda y: y.abs().max().item() < 1e9, r"it calls .item\(\), float\(\) or the like"),
+        (lambda y: y.abs().max().item() < 1e9, r"it calls .item\(\), float\(\) or similar"),
     ],
 )
 def test_a_module_that_cannot_be_stacked_is_trained_one_client_at_a_time(condition, says):
@@ -313,9 +309,7 @@ def test_a_module_that_cannot_be_stacked_is_trained_one_client_at_a_time(conditi
 
 
 def test_dropout_is_off_where_a_module_does_not_move():
-    """The head is trained on features that are those of evaluation; functional dropout in them is
-    off.
-    """
+    """The head is trained on features in evaluation mode, so functional dropout in them is off."""
     module, federation = made("cnn")
     network = play(
         build("fedavg"), federation, with_head(module, "fc2"), THREE_COHORTS[:1]

@@ -1,4 +1,4 @@
-"""Phases: which parts move, in which order, on which batches, and what stays with the client.
+"""Phases: which parts are trained, in which order, on which batches, and what the client keeps.
 
 Local rules are defined here and compared with ordinary PyTorch training
 (``tests/engine/by_hand.py``).
@@ -59,7 +59,7 @@ def rounds_by_engine(rule, module, cohorts, *, chunk, **how):
 
 @dataclass(frozen=True)
 class Moves(LocalRule):
-    """One phase that moves one part."""
+    """One phase that trains one part."""
 
     part: str = "features"
 
@@ -89,7 +89,7 @@ def test_only_the_named_part_moves_and_the_rest_stays_bit_for_bit(part, chunk):
 
 @dataclass(frozen=True)
 class HeadThenFeatures(LocalRule):
-    """FedRep's two phases, one after the other or taking turns."""
+    """FedRep's two phases, one after the other or alternating."""
 
     interleaved: bool = False
 
@@ -147,7 +147,7 @@ def test_a_phase_that_never_begins_is_refused(how):
 
 @CHUNKS
 def test_dropout_is_for_the_part_that_moves(chunk):
-    """Where the features rest, a head sees them whole; where they move, they are dropped."""
+    """Dropout in the features is off for a head that is trained on them, and on when they train."""
     how = {"chunk": chunk, "epochs": 2}
     for part, alike in (("head", True), ("features", False)):
         dropped, whole = (
@@ -157,7 +157,7 @@ def test_dropout_is_for_the_part_that_moves(chunk):
 
 
 def test_dropout_of_inputs_is_always_on():
-    """Features without parameters never move, and yet a model's first layer may be dropout."""
+    """Features without parameters are never trained, but a model's first layer may be dropout."""
     torch.manual_seed(4)
     head = nn.Sequential(nn.Flatten(), nn.Linear(50, 4))
     drops, keeps = (
@@ -190,7 +190,7 @@ def test_head_of_features_is_the_output_statistics_included(chunk):
 
 
 def kl_to_personal(client):
-    """Cross-entropy plus the divergence from what the personal head says."""
+    """Cross-entropy plus the divergence from the personal head's predictions."""
     teacher = F.softmax(client.personal().output(), dim=1).detach()
     student = client.output()
     return client.network.task.loss(student, client.y) + (
@@ -200,7 +200,7 @@ def kl_to_personal(client):
 
 @dataclass(frozen=True)
 class ThreeSteps(LocalRule):
-    """FedCRC's order: features, then the personal head, then the shared head near the personal one."""
+    """FedCRC's order: features, personal head, then shared head with the personal as teacher."""
 
     keeps = "personal.head"
 
@@ -257,9 +257,7 @@ def test_a_personal_head_is_trained_kept_and_never_sent(chunk):
 
 @dataclass(frozen=True)
 class Together(LocalRule):
-    """Features and a personal head follow one loss, as FedPer would with a head of its own beside
-    the shared one.
-    """
+    """Features and a personal head follow one loss, like FedPer with an additional shared head."""
 
     keeps = "personal.head"
 
@@ -291,9 +289,7 @@ def test_shared_features_learn_through_a_personal_head_statistics_included(chunk
 
 
 def test_a_client_that_joins_late_begins_with_the_head_it_receives():
-    """Its personal head starts at what the first round made of the shared head, not at the initial
-    one.
-    """
+    """Its personal head starts as the shared head after the first round, not as the initial one."""
 
     @dataclass(frozen=True)
     class Still(LocalRule):
@@ -357,7 +353,7 @@ def test_a_kept_head_is_trained_with_the_rest_and_stays(chunk):
 
 @dataclass(frozen=True)
 class DittoLike(LocalRule):
-    """A whole personal model near the received one, batch by batch beside the shared model."""
+    """A whole personal model close to the received one, trained along with the shared one."""
 
     batch: str = "same"
     keeps = "personal"
@@ -420,9 +416,7 @@ def test_parts_that_are_not_there_are_refused(rule, message):
 
 @dataclass(frozen=True)
 class Sam:
-    """Sharpness-aware minimisation: the gradient where the loss is highest nearby, for one client
-    or a stack.
-    """
+    """Sharpness-aware minimisation: the gradient at the highest nearby loss, alone or stacked."""
 
     rho: float = 0.05
     batches = 1
@@ -602,9 +596,7 @@ def test_a_step_takes_the_next_batches_and_statistics_follow_the_first(weights, 
 
 @CHUNKS
 def test_batches_of_a_step_have_dropout_masks_of_their_own(chunk):
-    """One batch of all samples, twice: with one mask for both, two weights of 1/2 would be one of
-    1.
-    """
+    """One full batch, twice: with the same mask, two weights of 1/2 would equal one of 1."""
     how = {"chunk": chunk, "batch_size": 64, "steps": 1}
     for module, alike in ((mlp(), True), (mlp(0.5), False)):
         twice = rounds_by_engine(SeveralBatches((0.5, 0.5)), module, [EVERYONE], **how)
@@ -632,7 +624,7 @@ def doubled(client):
 
 
 def by_hand_with_turns(client, factors, *, batches, epochs):
-    """Losses that take turns batch by batch; the batches of a step are added up."""
+    """Losses that alternate batch by batch; the batches of a step are summed."""
     own = normalised().train()
     norms = [layer for layer in own.modules() if isinstance(layer, nn.BatchNorm2d)]
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1, momentum=0.9)
@@ -655,9 +647,7 @@ def by_hand_with_turns(client, factors, *, batches, epochs):
 @CHUNKS
 @pytest.mark.parametrize("batches", [1, 2])
 def test_losses_take_turns_batch_by_batch(batches, chunk):
-    """Two losses and steps of one batch last twice as long; with steps of two batches each batch
-    has its loss.
-    """
+    """Two losses with steps of one batch take twice as long; with two batches each has its loss."""
 
     @dataclass(frozen=True)
     class TwoLosses(LocalRule):
@@ -730,9 +720,7 @@ def test_a_step_on_parts_of_one_batch(chunk):
 
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_a_phase_may_use_the_parts_of_the_phase_before(chunk):
-    """The second phase moves the head on the same halves: with weights 0 and 1 on the second one
-    alone.
-    """
+    """The second phase trains the head on the same halves; weights 0, 1 select the second."""
 
     @dataclass(frozen=True)
     class Shares(LocalRule):
@@ -766,9 +754,7 @@ def test_a_phase_may_use_the_parts_of_the_phase_before(chunk):
 
 @dataclass(frozen=True)
 class Paced(FedAvg):
-    """Sends each client a factor on its steps: 1 for client 0, 2 for client 1, and so on, divided
-    by 4.
-    """
+    """Sends each client a factor on its steps: (k + 1) / 4 for client k."""
 
     def send(self, state, cohort):
         return {"model": state.model}, {"step_factor": torch.from_numpy((cohort.ids + 1) / 4)}
@@ -841,7 +827,7 @@ def test_a_phase_on_the_same_batches_lasts_as_long_as_the_one_before(how):
 
 @dataclass(frozen=True)
 class Reduced(LocalRule):
-    """A loss in another shape than one value a sample."""
+    """A loss whose shape is not one value per sample."""
 
     shape: str = "scalar"
 
@@ -856,7 +842,10 @@ class Reduced(LocalRule):
 @pytest.mark.parametrize("chunk", [1, 10])
 @pytest.mark.parametrize(("shape", "found"), [("scalar", r"\(\)"), ("column", rf"\({BATCH}, 1\)")])
 def test_a_loss_that_is_not_one_value_a_sample_is_refused_by_name(shape, found, chunk):
-    message = rf"the loss Reduced\.wrong_loss returned values of shape {found} for {BATCH} samples; valid: one value a"
+    message = (
+        rf"the loss Reduced\.wrong_loss returned values of shape {found} for {BATCH} samples; "
+        "valid: one value per"
+    )
     with pytest.raises(InputError, match=message):
         rounds_by_engine(Reduced(shape), mlp(), COHORTS, chunk=chunk)
 
@@ -882,7 +871,7 @@ def loss_of(model, data, client):
 
 @pytest.mark.parametrize("chunk", [1, 10])
 def test_scaffold_reports_the_tasks_loss_and_its_correction_beside_it(chunk):
-    """One step of the whole batch a round: the task's loss is that of the received model."""
+    """One full-batch step per round: the task's loss is that of the received model."""
     played = play(
         build("scaffold"),
         images(),
@@ -901,7 +890,7 @@ def test_scaffold_reports_the_tasks_loss_and_its_correction_beside_it(chunk):
 
 @pytest.mark.parametrize("chunk", [1, 10])
 def test_terms_by_hand(chunk):
-    """FedProx of two steps of the whole batch: the mean over steps of μ/2 ‖w − w₀‖²."""
+    """FedProx with two full-batch steps: the mean over steps of μ/2 ‖w − w₀‖²."""
     mu = 3.0
     method = {"name": "fedprox", "mu": mu}
     reports = reports_of(method, chunk=chunk, steps=2)[0]

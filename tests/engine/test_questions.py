@@ -1,4 +1,4 @@
-"""Questions: sums over samples, streamed, on any split, for one client or many."""
+"""Questions: sums over samples, computed in passes, on any split, for one client or many."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHUNKS = pytest.mark.parametrize("chunk", [1, 3, 10])
 
 
 def clients():
-    """Five clients; some of them hold no validation sample, and nobody a test sample."""
+    """Five clients; some have no validation samples, and none has test samples."""
     draws = torch.Generator().manual_seed(0)
     total = sum(SIZES)
     x = torch.randn(total, 2, 5, 5, generator=draws, dtype=torch.float64)
@@ -38,7 +38,7 @@ def clients():
 
 @dataclass(frozen=True)
 class Curious(LocalRule):
-    """Answers questions of many kinds."""
+    """A rule with questions of many kinds."""
 
     def of_all_kinds(self, client, power, shift):
         """Nest sums of the batch, its labels, the outputs and a gradient of the head."""
@@ -54,7 +54,7 @@ class Curious(LocalRule):
         }
 
     def scaled(self, client):
-        """Sum the samples, scaled by what this client alone is told."""
+        """Sum the samples, scaled by a number that is sent to this client only."""
         return (
             client.sum(client.x.flatten(1) * client.each["scale"]) + 0 * client.each["matrix"].sum()
         )
@@ -68,19 +68,19 @@ class Curious(LocalRule):
         return client.sum(client.x.flatten(1) * client.positions.unsqueeze(1))
 
     def of_features(self, client):
-        """Look at z."""
+        """Use z."""
         return client.sum(client.features())
 
     def of_output(self, client):
-        """Look at the output."""
+        """Use the output."""
         return client.sum(client.output())
 
     def mean(self, client):
-        """Average the batch: no sum, and no number where there is no sample."""
+        """Average the batch, which is not a sum, and NaN without samples."""
         return client.mean(client.x)
 
     def list_of_numbers(self, client):
-        """Answer with something else than tensors."""
+        """Return something other than tensors."""
         return [client.sum(client.y), 3.0]
 
 
@@ -139,7 +139,7 @@ def test_a_question_knows_where_samples_are_in_the_split(size_of_a_pass, chunk, 
 
 
 def test_large_models_look_at_fewer_samples_at_a_time(monkeypatch):
-    """The limit on activations is one of a pass: the sums are the same."""
+    """The limit on activations is one per pass: the sums are the same."""
     whole = ask_all_kinds()
     monkeypatch.setattr("equipoise.engine.chunking._PASS_ACTIVATIONS", {"cpu": 1})
     streamed = ask_all_kinds()
@@ -202,7 +202,8 @@ def test_each_client_gets_its_own_row(chunk):
 def test_another_number_of_rows_is_refused(rows):
     cohort = cohort_of(ids=np.array([1, 2, 3]))
     with pytest.raises(
-        InputError, match=rf"each\['scale'\] has {rows} rows for 3 clients; valid: a row a client"
+        InputError,
+        match=rf"each\['scale'\] has {rows} rows for 3 clients; valid: one row per client",
     ):
         cohort.ask("scaled", each={"scale": torch.ones(rows), "matrix": torch.ones(3, 2, 2)})
 
@@ -215,7 +216,7 @@ def test_another_number_of_rows_is_refused(rows):
 def test_a_question_that_looks_at_a_model_needs_one(question, rule):
     with pytest.raises(
         InputError,
-        match=r"looks at 'features\..*' of the model, but no model was given; valid: .*model=",
+        match=r"uses 'features\..*' of the model, but no model was given; valid: .*model=",
     ):
         cohort_of(rule).ask(question)
 

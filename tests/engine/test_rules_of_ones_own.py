@@ -1,4 +1,4 @@
-"""What local rules of one's own find in a client, and the errors they get in the library's words."""
+"""User-defined local rules: what they find in a client, and the errors that they get."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Balanced(LocalRule):
 
 @dataclass(frozen=True)
 class BalancedByHand(Balanced):
-    """The same with counts that are computed outside."""
+    """The same with counts that are computed elsewhere."""
 
     federation: Any = None
 
@@ -57,7 +57,7 @@ class BalancedByHand(Balanced):
         return {}
 
     def loss(self, client):
-        """Look the counts up by the client's number, which the server sends."""
+        """Look up the counts by the client's number, which the server sends."""
         counts = torch.stack(
             [
                 torch.bincount(self.federation.y[self.federation.train.of(number)], minlength=4)
@@ -147,7 +147,7 @@ WRONG = {
     ),
     "a loss of None": (
         {"loss": lambda c: None},
-        r"returned None for 10 samples; valid: one value a sample, of shape \(10",
+        r"returned None for 10 samples; valid: one value per sample, of shape \(10",
     ),
     "a loss that is a number": ({"loss": lambda c: 1.0}, "returned 1.0 for 10 samples"),
     "a branch": (
@@ -156,11 +156,12 @@ WRONG = {
     ),
     "an item": (
         {"loss": lambda c: c.task_loss() * c.seen.item()},
-        r"it calls .item\(\), float\(\) or the like",
+        r"it calls .item\(\), float\(\) or similar",
     ),
     "a whole number in memory": (
         {"first": {"counter": {"rounds": 0}}},
-        r"first_memory of Mine returned 0 for counter.rounds; valid: a tensor, such as torch.tensor\(0.0\)",
+        r"first_memory of Mine returned 0 for counter.rounds; valid: a tensor, such as "
+        r"torch.tensor\(0.0\)",
     ),
     "a memory without trees": (
         {"first": {"counter": torch.zeros(2)}},

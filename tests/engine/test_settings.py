@@ -1,4 +1,4 @@
-"""Settings: what they refuse, what they stand for, and their plain form."""
+"""Settings: what they refuse, their meaning, and their plain form."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Models as people write them: they mean here what they mean in a plain PyTorch loop, or they are
-refused.
-"""
+"""Unusual models: they give the results of a plain PyTorch loop, or are refused."""
 
 from __future__ import annotations
 
@@ -22,12 +20,12 @@ from tests.engine.federations import THREE_COHORTS, images, text
 from tests.engine.plain_loop import federated_averaging
 from tests.rounds import engine_run
 
-# Some operations have no form for many clients at once; PyTorch then takes them one by one.
+# Some operations have no batching rule; PyTorch then runs them client by client.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
 
 class Does(nn.Module):
-    """A layer that does what a function does."""
+    """A layer that calls a function."""
 
     def __init__(self, function, **buffers):
         super().__init__()
@@ -63,7 +61,7 @@ def characters(*layers):
 
 
 class FirstOutput(nn.Module):
-    """A recurrent layer of which only the outputs are of interest."""
+    """A recurrent layer of which only the outputs are used."""
 
     def __init__(self, layer):
         super().__init__()
@@ -125,7 +123,7 @@ def hooked():
 
 
 class Renamed(nn.BatchNorm2d):
-    """BatchNorm and nothing else."""
+    """Only BatchNorm."""
 
 
 RIGHT = {
@@ -163,7 +161,7 @@ def test_three_rounds_equal_the_plain_loop(name, chunk):
     )
     optimizer = optimizer_named("sgd", **options)
     found = engine_run(model, federation, THREE_COHORTS, chunk=chunk, optimizer=optimizer, **how)
-    # A bias before BatchNorm has no gradient but rounding noise.
+    # The gradient of a bias before BatchNorm is only rounding noise.
     skip = (
         {"features.0.bias"}
         if any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
@@ -289,7 +287,7 @@ def test_random_functions_are_carried_out_with_the_engines_numbers(name):
 
 
 class Listed(Model):
-    """A parameter that is also held where no module knows of it."""
+    """A parameter that is also stored outside of all modules."""
 
     def __init__(self):
         super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(50, 12)), nn.Linear(12, 4))
@@ -301,7 +299,7 @@ class Listed(Model):
 
 
 class Packed(nn.Module):
-    """A recurrent layer that is given packed sequences."""
+    """A recurrent layer with packed sequences."""
 
     def __init__(self):
         super().__init__()
@@ -313,7 +311,7 @@ class Packed(nn.Module):
 
 
 class WithRelu(nn.BatchNorm2d):
-    """BatchNorm and more."""
+    """A subclass of BatchNorm with another behaviour."""
 
     def forward(self, x):
         return super().forward(x).relu()
@@ -342,10 +340,10 @@ def imaginary():
     return model
 
 
-RANDOM, IN_PLACE = "draws random numbers of its own", "in place while it is called"
+RANDOM, IN_PLACE = "draws its own random numbers", "in place in its forward pass"
 BESIDE, ANOTHER = (
-    "depends on the others in its batch",
-    "taken apart and put together again the model is another one",
+    "depends on the other samples of its batch",
+    "the converted model gives other outputs than the original",
 )
 REFUSED = {
     "dropout in evaluation": (
@@ -375,7 +373,7 @@ REFUSED = {
             Does(lambda layer, x: F.dropout(x.transpose(0, 1), 0.5, layer.training).transpose(0, 1))
         ),
         text,
-        r"what dropout does to a sample depends on how many others are in its batch; .* \(batch_first=True\)",
+        r"dropout of a sample depends on the number of samples in its batch; .*batch_first=True",
     ),
     "packed sequences": (
         lambda: characters(Packed()),
@@ -414,7 +412,7 @@ REFUSED = {
     "shapes to come": (
         lambda: Model(nn.Flatten(), nn.LazyLinear(4)),
         images,
-        "head.weight of the model has no shape yet; call the model with a sample once before",
+        "head.weight of the model has no shape yet; call the model with a sample once",
     ),
     "several outputs": (
         lambda: Model(nn.Flatten(), Does(lambda layer, x: {"logits": x})),
@@ -434,7 +432,7 @@ def test_what_cannot_be_carried_out_exactly_is_refused(name, tmp_path):
 
 
 class Squashed(Model):
-    """A model with a forward of its own."""
+    """A model with its own forward."""
 
     def forward(self, x):
         return self.head(3 * torch.sigmoid(self.features(x)))

@@ -1,4 +1,4 @@
-"""Steps that differ by client: what is drawn, and that nothing depends on who is stacked with whom."""
+"""Numbers of steps that differ by client: their distribution, and independence of the stack."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_clients_update_does_not_depend_on_the_chunk(method, how):
         torch.testing.assert_close(
             one.reports["train_loss"], other.reports["train_loss"], rtol=1e-9, atol=0
         )
-    # Not all of them are in the order of their sizes, or this would not test the order.
+    # Not all are in the order of their sizes; otherwise this would not test the order.
     rates = alone.updates[0].reports["steps"].numpy() / np.ceil(np.array(SIZES) / 8)
     assert len(set(rates.tolist())) > 2
 

@@ -1,4 +1,4 @@
-"""Scripts of the experiments, which are no modules of the package."""
+"""Scripts of the experiments, which are not modules of the package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def load_script(path):
     """Import a script by its path."""
     spec = spec_from_file_location(path.stem, path)
     module = module_from_spec(spec)
-    # Dataclasses look their module up there.
+    # Dataclasses look up their module there.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""Small stand-ins for data and weights that experiments name but that are not part of the project."""
+"""Small replacements for data and weights of experiments that are not part of the project."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def write_images(root, domains, classes, *, each=5, size=16):
-    """Write random images to ``root/domain/class``; gives the directory."""
+    """Write random images to ``root/domain/class``; return the directory."""
     image = pytest.importorskip("PIL.Image", reason="Pillow is not installed: equipoise[images]")
     draws = np.random.default_rng(0)
     for domain in domains:
@@ -26,7 +26,7 @@ def write_images(root, domains, classes, *, each=5, size=16):
 
 
 def write_resnet(folder, *, seed=0):
-    """Write a ResNet with random weights, as transformers does; gives its directory."""
+    """Write a ResNet with random weights, as transformers does; return its directory."""
     transformers = pytest.importorskip(
         "transformers", reason="transformers is not installed: equipoise[pretrained]"
     )
@@ -41,9 +41,7 @@ def write_resnet(folder, *, seed=0):
 
 
 def write_volumes(root, sites, *, each=5, size=16, slices=2):
-    """Write volumes of noise with masks of a square to ``root/site``, in NIfTI format; gives the
-    directory.
-    """
+    """Write NIfTI volumes of noise with square masks to ``root/site``; return the directory."""
     nibabel = pytest.importorskip("nibabel", reason="nibabel is not installed: equipoise[medical]")
     draws = np.random.default_rng(0)
     for site in sites:
@@ -62,9 +60,7 @@ def write_volumes(root, sites, *, each=5, size=16, slices=2):
 
 
 def write_roles(folder, roles, *, characters=120):
-    """Write ``roles.jsonl`` with roles that say the same letters over and over; gives the
-    directory.
-    """
+    """Write ``roles.jsonl`` with roles that repeat the same letters; return the directory."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     lines = [
         json.dumps(
@@ -82,7 +78,7 @@ def write_roles(folder, roles, *, characters=120):
 
 
 def write_cifar(root, *, each=40, test=10):
-    """Write noise in the format of CIFAR-10, as many images of each class; gives the directory."""
+    """Write noise in the format of CIFAR-10, with equal classes; return the directory."""
     draws, folder = np.random.default_rng(0), Path(root, "cifar-10-batches-py")
     folder.mkdir(parents=True)
     for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):

@@ -1,4 +1,4 @@
-"""The federations and the study by which `equipoise advise` is tested."""
+"""The federations and the study that test `equipoise advise`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_federations_differ_in_one_way(name):
     if name == "sizes":
         assert sizes.max() > 10 * np.median(sizes)
         assert list(sizes) == sorted(sizes, reverse=True)
-        # Nobody holds a sample of another client.
+        # Clients do not share samples.
         assert len(
             np.unique(np.concatenate([federation.train.indices, federation.val.indices]))
         ) == sum(federation.split(split).sizes.sum() for split in ("train", "val"))

@@ -1,4 +1,4 @@
-"""Client2Vec's experiments say what the paper says, and run on small stand-ins for their data."""
+"""Client2Vec's experiments match the paper, and run on small replacements for their data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def described(name):
 
 
 def write_indices(name, index):
-    """Leave an index wherever a study expects one."""
+    """Write an index wherever a study expects one."""
     methods = (method for method in described(name)["methods"] if isinstance(method, dict))
     for path in {Path(method["index"]) for method in methods if "index" in method}:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def random_index(clients):
 
 @pytest.fixture
 def study(tmp_path, monkeypatch):
-    """Read a study in a directory of its own, with indices where it expects them."""
+    """Read a study in a separate directory, with indices where it expects them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EQUIPOISE_CACHE", str(tmp_path / "cache"))
 
@@ -130,7 +130,7 @@ def test_tables_5_to_7_vary_one_thing(study):
 
 
 def test_indices_are_made_of_the_clients_that_use_them():
-    """A study and the stage of its index have the same data, but for encoding."""
+    """A study and the stage of its index have the same data, except for encoding."""
     pairs = {name: "index-cifar10" for name in ON_CIFAR} | {
         "table1-domainnet": "index-domainnet",
         "table4-8": "index-domainnet",
@@ -168,7 +168,7 @@ def test_cifar_in_small(name, study, tmp_path):
         "model.name=mlp",
         "training.cohort=0.2",
     ]
-    # Other hosts are those of table 1.
+    # The other hosts are those of table 1.
     methods = [
         m["label"]
         for m in described(name)["methods"]
@@ -253,7 +253,7 @@ def test_other_indices_are_written_for_all_clients(tmp_path):
 
 
 def write_run(folder, scores, seconds):
-    """Write what times.py reads of a run with two clients."""
+    """Write the files of a run with two clients that times.py reads."""
     folder.mkdir(parents=True)
     rows = [
         {"round": r, "model": "global", "split": "test", "unseen": False, "accuracy": value + shift}
@@ -272,7 +272,7 @@ def write_run(folder, scores, seconds):
 
 
 def test_times_by_hand(tmp_path, capsys, monkeypatch):
-    """The host's best is 0.5 in round 4; the second run is there in round 2, the third never."""
+    """The host's best is 0.5 in round 4; the second run reaches it in round 2, the third never."""
     script, took = load_script(HOME / "times.py"), {1: 10.0, 2: 20.0, 3: 30.0, 4: 40.0}
     host = write_run(tmp_path / "fedavg" / "seed1", {2: 0.4, 4: 0.5}, took)
     fast = write_run(tmp_path / "all" / "seed1", {2: 0.5, 4: 0.7}, took)

@@ -1,4 +1,4 @@
-"""FedCRC's experiments say what the paper says, and its figures are computed as they should be."""
+"""FedCRC's experiments match the paper, and its figures are computed correctly."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_clients_hold_the_papers_shares(name):
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_models_are_the_papers(name):
-    """Four convolutions and one fully connected layer, or ResNet-18 with its twenty convolutions."""
+    """Four convolutions and a fully connected layer, or ResNet-18 with twenty convolutions."""
     for options in {json.dumps(job.experiment.model) for job in study(name).jobs}:
         shape = (1, 28, 28) if name == "table1-mnist" else (3, 32, 32)
         model = build(**json.loads(options), shape=shape, classes=10)
@@ -97,8 +97,7 @@ def test_tables_1_and_2_compare_the_papers_methods(name):
     local = {job.method: job.experiment.method.local for job in table.jobs}
     assert local["fedprox"].mu == 0.1
     assert local["fedcrc"].tau == 0.99
-    # Without the mean of their heads, fedper and fedrep have no global model to hand to new
-    # clients.
+    # Without the mean of their heads, fedper and fedrep have no global model for new clients.
     assert all(job.experiment.evaluation.average_kept for job in table.jobs)
 
 
@@ -114,7 +113,7 @@ def test_table_3_sweeps_tau():
 
 
 def test_figure_1_measures_heads_after_each_step():
-    """Softmax regression by hand: two clients of three samples each, two steps of gradient descent."""
+    """Softmax regression by hand: two clients with three samples, two gradient steps."""
     draws = np.random.default_rng(0)
     x, y = draws.normal(size=(6, 4)), np.array([0, 1, 2, 2, 1, 2])
     federation = Federation.from_arrays(

@@ -1,4 +1,4 @@
-"""FedGCR's experiments say what the paper says, and its clusters are measured as they should be."""
+"""FedGCR's experiments match the paper, and its clusters are measured correctly."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_all_studies_can_be_read(name):
 
 @pytest.mark.parametrize("name", ["classtokens", "table1-fedgc", "table3-4"])
 def test_methods_run_as_described(name):
-    """On the embedded digits and with a small transformer, which every machine has."""
+    """With the embedded digits and a small transformer, which are always available."""
     study = described(name)
     small = {"name": study["base"]["model"]["name"], "width": 8, "depth": 1, "heads": 2, "patch": 4}
     made = study_from({"base": {"data": "digits", "model": small}, "methods": study["methods"]})
@@ -92,5 +92,5 @@ def test_clusters_by_hand(tmp_path):
     (row,) = clusters.collect(tmp_path).values()
     assert row["round 1"] == 0.75
     assert row["purity"] == row["ARI"] == 1
-    # Client 1 changes once; five others of six stay.
+    # Client 1 changes once; the five others do not.
     assert row["stability"] == pytest.approx(5 / 6)

@@ -1,6 +1,4 @@
-"""FFT-GP's experiments say what the paper says, and run on small stand-ins for their data and
-weights.
-"""
+"""FFT-GP's experiments match the paper, and run on small replacements for data and weights."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ TEN_CLASSES = (
 )
 ALL_COLLECTIONS = ["fedclip", "promptfl", "supervised", "zeroshot"]
 SUPERVISED = ["pacs", "supervised", "table15"]
-# Of tables 2 and 3, and of 8 and 9; without what needs two rounds of batches to be compared fairly.
+# Of tables 2 and 3, and 8 and 9; without methods that need two passes for a fair comparison.
 COMPARED = {"fedavg", "fedprox", "ditto", "afl", "qffl", "perfedavg", "ga", "grace", "fftgp"}
 METHODS = {
     "pacs": COMPARED | {"faa", "bgp", "fedavg-2epochs", "fedavg-equal"},
@@ -58,7 +56,7 @@ IN_SMALL = [
 
 @cache
 def study(name):
-    """Read the first seed of a study, once: it is many experiments."""
+    """Read the first seed of a study once, because it has many experiments."""
     return load_study(HOME / f"{name}.yaml", seeds=[1])
 
 
@@ -191,9 +189,7 @@ def test_faa_is_used_in_every_nth_round():
 
 
 def check(small, tmp_path, *, without=()):
-    """Run a study, and check that every method has every metric, but for some that only some
-    methods have.
-    """
+    """Run a study, and check that every method has every metric, except for some."""
     results = small.run(tmp_path / "runs")
     assert results.failures == {}
     for setting in results.tables:
@@ -230,7 +226,7 @@ def test_one_collection_in_small(name, label, tmp_path, monkeypatch):
 @pytest.mark.parametrize("label", DOMAINS)
 def test_supervised_in_small(label, tmp_path, monkeypatch):
     fold, source = f"{label}-{DOMAINS[label][0]}", write_resnet(tmp_path / "resnet")
-    # All other methods run in small on PACS.
+    # All other methods run on a small PACS.
     methods = ["fedavg", "only-ml", "only-da"]
     small = small_images(
         tmp_path, monkeypatch, "supervised", label, source=source, fold=fold, methods=methods

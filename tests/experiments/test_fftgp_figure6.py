@@ -1,6 +1,4 @@
-"""FFT-GP's figure 6: variances of gaps under three aggregations of the same local models, against a
-plain loop.
-"""
+"""FFT-GP's figure 6: variances of gaps for three aggregations, against a plain loop."""
 
 from __future__ import annotations
 
@@ -26,14 +24,14 @@ ROUNDS = 4
 
 @pytest.fixture
 def figure(monkeypatch):
-    """The script, whose method is known only here."""
+    """The script, whose method is registered only here."""
     monkeypatch.setattr(methods, "_PARTS", dict(methods._discover()))
     monkeypatch.setattr(methods, "_METHODS", set(methods._METHODS))
     return load_script(SCRIPT)
 
 
 def variances_by_hand(follow):
-    """Local models of rounds played one by one, aggregated three times each."""
+    """Local models of single rounds, aggregated in three ways."""
     data, equal = world(), torch.full((3,), 1 / 3, dtype=torch.float64)
     weights, found = {"ga": equal, "faa": equal}, []
     played = play(

@@ -1,4 +1,4 @@
-"""GIFAIR-FL's experiments say what the paper says, where they do not say that they differ."""
+"""GIFAIR-FL's experiments match the paper, except for declared differences."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_text_is_trained_on_alike(name):
             100,
         )
         assert training.optimizer.lr == 0.8
-        # Clients are drawn by size and counted alike, as in algorithm 2.
+        # Clients are sampled by size and weighted equally, as in algorithm 2.
         assert (experiment.method.sampler.name, experiment.method.weights) == ("size", "uniform")
         model = experiment.model
         assert (model["name"], model["embedding"], model["hidden"], model["layers"]) == (
@@ -198,9 +198,7 @@ def test_images_of_cifar_are_divided_and_judged_as_the_file_says():
 
 @pytest.fixture
 def small(tmp_path):
-    """The study on noise: ten clients, two of them a round, three rounds of which the last two
-    count.
-    """
+    """The study on noise: ten clients, two per round, three rounds, the last two used."""
     root = write_cifar(tmp_path / "cifar", each=25)
     changes = [
         f"data.root={root}",

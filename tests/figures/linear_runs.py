@@ -1,4 +1,4 @@
-"""Runs of a linear model on clients with laws of their own, whose figures can be computed in NumPy."""
+"""Runs of a linear model on clients with different laws, with figures computed in NumPy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ KEPT = Evaluation(local=True, keep_local=True)
 
 
 def world(unseen=(3, 4)):
-    """Five clients of unlike sizes with training, validation and test samples, some of them held
-    out of training.
-    """
+    """Five clients of different sizes with all three splits, some held out of training."""
     data = random_regression([12, 20, 9, 15, 26], seed=4, splits=(0.5, 0.25, 0.25))
     return replace(data, unseen=np.isin(np.arange(5), unseen))
 

@@ -12,8 +12,7 @@ from equipoise.figures.__main__ import main
 from tests.figures.linear_runs import linear_run, world
 
 MODEL = 3 * 8
-# Training loss and number of steps; the round loop asks for the validation loss after training,
-# too.
+# Training loss and number of steps; the round loop also needs the validation loss after training.
 REPORTS = 2 * 8 + 8
 
 

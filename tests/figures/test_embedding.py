@@ -1,4 +1,4 @@
-"""Embedded features: which samples, their features by hand, and scikit-learn's t-SNE of these."""
+"""Embedded features: the samples, their features by hand, and scikit-learn's t-SNE."""
 
 from __future__ import annotations
 

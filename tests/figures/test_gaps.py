@@ -80,7 +80,7 @@ def test_a_client_without_a_gap_in_a_round_has_no_point_there(tmp_path):
 
 
 def test_a_sweep_by_hand(tmp_path):
-    """Client 1 gets 1/3 + Δa of the average of three local models, and the others share the rest."""
+    """Client 1 gets 1/3 + Δa of the average of three local models, the others the rest."""
     data = world()
     run = linear_run(tmp_path / "run", data)
     found = sweep_gaps(

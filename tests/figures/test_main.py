@@ -38,7 +38,7 @@ def run(tmp_path_factory):
 )
 def test_figures(run, arguments, tmp_path, capsys):
     out = tmp_path / "figure.png"
-    # Two runs of one method have panels of their own.
+    # Two runs of one method have separate panels.
     assert main([*arguments, "--out", str(out), "--", run, run]) == 0
     assert capsys.readouterr().out == f"{out}\n"
     assert out.stat().st_size > 5000

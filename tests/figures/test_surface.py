@@ -1,4 +1,4 @@
-"""Loss surfaces against NumPy: grid, losses and the places of models."""
+"""Loss surfaces against NumPy: grid, losses and positions of models."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def test_mixtures_outside_the_hull_of_the_models(kept):
 
 
 def test_a_global_model_outside_the_plane_is_projected(tmp_path):
-    """The mean of four models is off the plane of three of them, by its distance to the plane's
-    nearest point.
-    """
+    """The mean of four models is off the plane of three, by its distance to the nearest point."""
     data = world(unseen=(4,))
     run = linear_run(tmp_path / "run", data)
     surface = loss_surface(

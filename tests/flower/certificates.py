@@ -14,7 +14,7 @@ from cryptography.x509.oid import NameOID
 
 
 def make_tls(folder):
-    """Make an authority and a certificate of its for this machine."""
+    """Create a certificate authority and a certificate for this machine."""
     folder = Path(folder)
     folder.mkdir(parents=True)
     authority, server = (
@@ -27,7 +27,8 @@ def make_tls(folder):
         [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
     )
     usage = {
-        "digital_signature": True, "content_commitment": False, "key_encipherment": False, "data_encipherment": False,
+        "digital_signature": True, "content_commitment": False,
+        "key_encipherment": False, "data_encipherment": False,
         "key_agreement": False, "encipher_only": False, "decipher_only": False,
     }  # fmt: skip
     root = (
@@ -78,7 +79,7 @@ def _certificate(subject, issuer, key):
 
 
 def make_key(path):
-    """Make a SuperNode's key pair, as ``ssh-keygen -t ecdsa -b 384`` does."""
+    """Create a SuperNode's key pair, like ``ssh-keygen -t ecdsa -b 384``."""
     key = ec.generate_private_key(ec.SECP384R1())
     private = serialization.PrivateFormat.OpenSSH
     Path(path).write_bytes(

@@ -1,4 +1,4 @@
-"""A grid in one process: real apps, real messages as bytes, no network."""
+"""A grid in one process: real apps and real messages as bytes, without a network."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from equipoise.flower.server import serve
 from equipoise.flower.silo import read_experiment
 from equipoise.flower.wire import settings_of
 
-# Messages can be made only inside a task.
+# Messages can be created only inside a task.
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
 
 FIRST_NODE = 7_000_000_000_000_000_001
 
 
 def through_bytes(message):
-    """Take a message apart into the objects Flower sends, as bytes, and put it together again."""
+    """Serialize a message into the objects that Flower sends, and read it again."""
     message.metadata.__dict__["_message_id"] = message.object_id
     contents = {id_: thing.deflate() for id_, thing in get_all_nested_objects(message).items()}
     size = sum(map(len, contents.values()))
@@ -35,7 +35,7 @@ def through_bytes(message):
 
 
 class LoopGrid(Grid):
-    """Hands messages to a ``ClientApp`` as they are pushed, and answers when they are pulled."""
+    """Passes pushed messages to a ``ClientApp``, and returns its answers when they are pulled."""
 
     def __init__(self, app, nodes, run_config=None, tamper=None):
         self.app, self.run_config, self.tamper = app, run_config or {}, tamper
@@ -84,18 +84,18 @@ class LoopGrid(Grid):
 
 
 def run_on_loop(path, nodes, out=None, *, settings="", data=None, tamper=None):
-    """Run an experiment with both apps in this process; gives the run and the grid."""
+    """Run an experiment with both apps in this process; return the run and the grid."""
     run_config = {"set": settings, "out": str(out) if out else ""}
     grid = LoopGrid(client_app(path, data=data), nodes, run_config, tamper)
     return serve(grid, read_experiment(Path(path), run_config), out), grid
 
 
-# Four clients of the digits, each in a group of its own.
+# Four clients of the digits, each in its own group.
 CHOSEN = (6, 13, 17, 19)
 
 
 def write_silos(root):
-    """Write four clients of the digits as directories of their own."""
+    """Write four clients of the digits to separate directories."""
     digits = load("digits")
     for number, client in enumerate(CHOSEN):
         folder = Path(root) / f"client-{number}"
@@ -109,7 +109,7 @@ def write_silos(root):
 
 
 def write_experiment(folder, **sections):
-    """Write an experiment on those four clients; gives its file."""
+    """Write an experiment with these four clients; return its file."""
     content = {
         "data": {"name": "silos", "root": str(folder / "silos"), "classes": 10},
         "training": {"rounds": 3, "batch_size": 16},
@@ -134,12 +134,12 @@ def own_nodes(folder, clients=range(4)):
 
 
 def number_of(node):
-    """Return the client a node stands for."""
+    """Return the client of a node."""
     return int(node["data"][-1])
 
 
 def misbehaving(client, kind, round_, wrong):
-    """Have one client answer one kind of message in one round wrongly; ``wrong`` makes the answer."""
+    """Make one client answer one kind of message wrongly in one round, with ``wrong``."""
 
     def tamper(node, message, reply):
         hit = (number_of(node), message.metadata.message_type) == (client, kind)
@@ -153,7 +153,7 @@ def misbehaving(client, kind, round_, wrong):
 
 
 def error(message, reply):
-    """Answer that memory has run out."""
+    """Raise an error because memory has run out."""
     return Message(
         Error(code=2, reason="<class 'MemoryError'>:<'out of memory'>"), reply_to=message
     )

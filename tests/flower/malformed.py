@@ -1,4 +1,4 @@
-"""Answers and registrations as no honest client sends them, by name: a catalogue for tests."""
+"""Malformed answers and registrations by name: a catalogue for tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUMPY = "numpy.ndarray"
 
 
 def header(text, version=(1, 0), length=None):
-    """Write the beginning of an .npy file as it stands, valid or not."""
+    """Write the header of an .npy file, valid or not."""
     body = text.encode("latin1")
     width = 2 if version == (1, 0) else 4
     count = len(body) if length is None else length
@@ -30,7 +30,7 @@ def plain_header(values):
 
 
 def saved(values, **declared):
-    """Make an array as Flower does, and declare something else of it."""
+    """Create an array like Flower, with a false declaration."""
     file = BytesIO()
     np.save(file, values, allow_pickle=False)
     return Array(
@@ -42,7 +42,7 @@ def saved(values, **declared):
 
 
 def raw(data, like, dtype=None, shape=None):
-    """Make an array whose bytes are anything, and declare what is expected of it."""
+    """Create an array with arbitrary bytes and the expected declaration."""
     return Array(
         dtype or str(like.dtype), tuple(like.shape) if shape is None else shape, NUMPY, data
     )
@@ -58,16 +58,19 @@ def _filled(like, value):
     return saved(made)
 
 
-# What becomes of one array; `like` is the honest one.
+# Replacements of one array; `like` is the valid one.
 ARRAYS = {
     "text": lambda like: saved(np.full(like.shape, "a")),
-    "text, declared as numbers": lambda like: saved(np.full(like.shape, "a"), dtype=str(like.dtype)),
+    "text, declared as numbers": lambda like: saved(
+        np.full(like.shape, "a"), dtype=str(like.dtype)),
     "bytes": lambda like: saved(np.full(like.shape, b"a")),
     "void": lambda like: saved(np.zeros(like.shape, "V8")),
-    "void, declared as numbers": lambda like: saved(np.zeros(like.shape, "V8"), dtype=str(like.dtype)),
+    "void, declared as numbers": lambda like: saved(
+        np.zeros(like.shape, "V8"), dtype=str(like.dtype)),
     "struct": lambda like: saved(np.zeros(like.shape, [("a", "f4"), ("b", "f4")])),
     "longdouble": lambda like: saved(like.astype(np.longdouble)),
-    "longdouble, declared as numbers": lambda like: saved(like.astype(np.longdouble), dtype=str(like.dtype)),
+    "longdouble, declared as numbers": lambda like: saved(
+        like.astype(np.longdouble), dtype=str(like.dtype)),
     "complex": lambda like: saved(like.astype(complex)),
     "datetime": lambda like: saved(like.astype("M8[s]")),
     "time span": lambda like: saved(like.astype("m8[s]")),
@@ -94,10 +97,12 @@ ARRAYS = {
     "declared without axes": lambda like: saved(like, shape=()),
     "real shape larger": lambda like: raw(saved(np.zeros((3, *like.shape))).data, like),
     "real shape smaller": lambda like: raw(saved(like.reshape(-1)[:1]).data, like),
-    "real shape negative": lambda like: raw(header(described("'<f8'", "(-1,)")) + like.tobytes(), like),
+    "real shape negative": lambda like: raw(
+        header(described("'<f8'", "(-1,)")) + like.tobytes(), like),
     "real shape huge": lambda like: raw(header(described("'<f8'", "(1000000000000,)")), like),
     "real shape beyond all": lambda like: raw(header(described("'<f8'", f"({2**80},)")), like),
-    "real shape a text": lambda like: raw(header(described("'<f8'", "'ten'")) + like.tobytes(), like),
+    "real shape a text": lambda like: raw(
+        header(described("'<f8'", "'ten'")) + like.tobytes(), like),
     "torch": lambda like: saved(like, stype="torch.Tensor"),
     "no way of writing": lambda like: saved(like, stype=""),
     "pickle": lambda like: saved(like, stype="pickle", data=b"\x80\x04cos\nsystem\n."),
@@ -108,15 +113,20 @@ ARRAYS = {
     "cut off": lambda like: raw(saved(like).data[:-3], like),
     "longer": lambda like: raw(saved(like).data + b"more", like),
     "a megabyte longer": lambda like: raw(saved(like).data + bytes(1_000_000), like),
-    "version 2": lambda like: raw(header(described("'<f8'", like.shape), (2, 0)) + like.tobytes(), like),
-    "version 3": lambda like: raw(header(described("'<f8'", like.shape), (3, 0)) + like.tobytes(), like),
-    "version 9": lambda like: raw(header(described("'<f8'", like.shape), (9, 9)) + like.tobytes(), like),
+    "version 2": lambda like: raw(
+        header(described("'<f8'", like.shape), (2, 0)) + like.tobytes(), like),
+    "version 3": lambda like: raw(
+        header(described("'<f8'", like.shape), (3, 0)) + like.tobytes(), like),
+    "version 9": lambda like: raw(
+        header(described("'<f8'", like.shape), (9, 9)) + like.tobytes(), like),
     "header beyond the end": lambda like: raw(header("{", length=60_000), like),
-    "header of 60 kB": lambda like: raw(header(described("'<f8'", like.shape) + " " * 60_000) + like.tobytes(), like),
+    "header of 60 kB": lambda like: raw(
+        header(described("'<f8'", like.shape) + " " * 60_000) + like.tobytes(), like),
     "header of 10 MB": lambda like: raw(header(" " * 10_000_000, (2, 0)) + like.tobytes(), like),
     "header of brackets": lambda like: raw(header("(" * 9_000) + like.tobytes(), like),
     "header of minus signs": lambda like: raw(header("-" * 9_000 + "1") + like.tobytes(), like),
-    "header of code": lambda like: raw(header("__import__('os').getcwd()\n") + like.tobytes(), like),
+    "header of code": lambda like: raw(
+        header("__import__('os').getcwd()\n") + like.tobytes(), like),
     "header of a list": lambda like: raw(header("[1, 2]\n") + like.tobytes(), like),
     "header with more keys": lambda like: raw(
         header(described("'<f8'", like.shape, more="'more': 1")) + like.tobytes(), like
@@ -132,7 +142,7 @@ ARRAYS = {
 
 
 def in_array(record, name, change):
-    """Put something else in the place of one array of an answer."""
+    """Replace one array of an answer."""
 
     def wrong(content):
         like = from_record(content.array_records[record])[name].numpy()
@@ -188,7 +198,7 @@ def in_numbers(record, **values):
     return wrong
 
 
-# What becomes of one reported number that is needed and must be finite.
+# Replacements of one reported number that is required and must be finite.
 NUMBERS = {
     "a list": [0.5],
     "an empty list": [],
@@ -200,11 +210,14 @@ NUMBERS = {
     "-1e30": -1e30,
 }
 
-# Names that nobody asked for. The answer is used without them.
+# Names that were not requested. The answer is used without them.
 UNDECLARED = {
     "one more": {"more": 0.5},
     "a list more": {"more": [1, 2]},
-    "columns": {"round": 99.0, "unseen": 1.0, "split": 1.0, "client": 3.0, "group": 2.0, "n": 1e9, "model": 1.0, "gap": 0.0},
+    "columns": {
+        "round": 99.0, "unseen": 1.0, "split": 1.0, "client": 3.0,
+        "group": 2.0, "n": 1e9, "model": 1.0, "gap": 0.0,
+    },
     "a thousand more": {f"more {n}": 1.0 for n in range(1_000)},
     "a megabyte": {"x" * 1_000_000: 1.0},
     "an escape sequence": {"\x1b[2J\n": 1.0},
@@ -212,7 +225,7 @@ UNDECLARED = {
 
 
 def in_note(**values):
-    """Answer with other words about who answers, and for which round."""
+    """Answer with another client or round in the note."""
 
     def wrong(content):
         note = dict(content.config_records["note"]) | values
@@ -249,7 +262,7 @@ def without(record):
 
 
 def as_another(record, other):
-    """Answer with a record of another kind."""
+    """Answer with a record of another type."""
 
     def wrong(content):
         del content[record]
@@ -263,7 +276,7 @@ def empty(content):
 
 
 def answer_kinds(record):
-    """Return the records of other kinds that may stand in the place of one."""
+    """Return records of other types that may replace one."""
     return {
         f"{record} as settings": as_another(record, ConfigRecord({"a": "b"})),
         f"{record} as numbers": as_another(record, MetricRecord({"a": [1.0]})),
@@ -273,7 +286,7 @@ def answer_kinds(record):
 
 
 def wrong_arrays(record, name):
-    """Return all ways to spoil a record of arrays."""
+    """Return all malformed versions of a record of arrays."""
     changed = {
         f"{record}: {what}": in_array(record, name, change) for what, change in ARRAYS.items()
     }
@@ -287,7 +300,7 @@ def wrong_arrays(record, name):
 
 
 def wrong_numbers(record, name):
-    """Return all ways to spoil a needed number."""
+    """Return all malformed versions of a required number."""
     changed = {
         f"{name} as {what}": in_numbers(record, **{name: value}) for what, value in NUMBERS.items()
     }
@@ -300,7 +313,7 @@ def wrong_numbers(record, name):
 
 
 def wrong_notes():
-    """Return all ways to spoil the note of an answer."""
+    """Return all malformed versions of the note of an answer."""
     changed = {what: in_note(**values) for what, values in NOTES.items()}
     kinds = {
         what: wrong
@@ -347,7 +360,7 @@ FORMS = {
 
 
 def answering(wrong):
-    """Make a fault of :mod:`tests.flower.loop` from a change of an answer's content."""
+    """Create a fault of :mod:`tests.flower.loop` from a change of an answer's content."""
 
     def fault(message, reply):
         wrong(reply.content)
@@ -357,7 +370,7 @@ def answering(wrong):
 
 
 def registered(**values):
-    """Describe oneself with other values; ``...`` leaves one out."""
+    """Register with other values; ``...`` leaves one out."""
 
     def wrong(content):
         said = json.loads(content.config_records["about"]["text"]) | values
@@ -368,7 +381,7 @@ def registered(**values):
 
 
 def text(value):
-    """Describe oneself with another text."""
+    """Register with another text."""
 
     def wrong(content):
         content["about"] = ConfigRecord({"text": value})

@@ -1,4 +1,4 @@
-"""One experiment in this process and by messages: everything that must agree."""
+"""One experiment in this process and by messages: everything that must be equal."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ def assert_same_rows(ours, theirs, tolerance=TOLERANCE, metrics=()):
 
 
 def assert_same_notes(ours, theirs):
-    """Notes may be quotients of small differences (slopes), so rounding shows in them sooner than
-    in models.
-    """
+    """Notes may be quotients of small differences (slopes), so they show rounding earlier."""
     assert ours.keys() == theirs.keys()
     for name, values in ours.items():
         one, other = (
@@ -57,7 +55,7 @@ def assert_same_notes(ours, theirs):
 
 
 def compare(path, folder, tolerance=TOLERANCE):
-    """Run an experiment both ways and compare everything; gives both runs and the grid."""
+    """Run an experiment both ways and compare everything; return both runs and the grid."""
     alone = load_experiment(path).run()
     run, grid = run_on_loop(path, own_nodes(folder))
     here, there = alone.trainer.selected(), run.trainer.selected()

@@ -1,4 +1,4 @@
-"""Real Flower processes on loopback: started on free ports, and gone when a test ends."""
+"""Real Flower processes on loopback, started on free ports and ended with the test."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from pathlib import Path
 from equipoise.flower import QUIET
 
 BIN = Path(sys.executable).parent
-# Written into every process's environment, and looked for at the end: Flower detaches what it
-# starts.
+# Set in every process's environment, and searched for at the end: Flower detaches its processes.
 MARK = "EQUIPOISE_TEST_MARK"
 
 
@@ -28,14 +27,12 @@ def free_port():
 
 
 def end_with_parent():
-    """Have the kernel end this process when the tests are killed; what Flower starts watches its
-    parent itself.
-    """
+    """Make the kernel end this process when the tests are killed; Flower's watch their parent."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def marked(mark):
-    """Return the ids of all processes that carry a mark."""
+    """Return the ids of all processes with a mark."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -58,7 +55,7 @@ def command_of(pid):
 
 
 class Flower:
-    """A SuperLink and the SuperNodes that join it, each with a log of its own."""
+    """A SuperLink and its SuperNodes, each with its own log."""
 
     def __init__(self, folder, *, tls=None, auth=False, simulation=False, **environment):
         self.folder, self.tls = Path(folder), tls
@@ -136,20 +133,20 @@ class Flower:
         )
 
     def begin(self, app, *arguments, name="run", **run_config):
-        """Start a run and follow it; the process ends when the run does."""
+        """Start a run and follow it; the process ends with the run."""
         text = " ".join(f'{key}="{value}"' for key, value in run_config.items())
         return self._start(
             name, "flwr", "run", str(app), "test", "--stream", "--run-config", text, *arguments
         )
 
     def run(self, app, *arguments, timeout=300, name="run", **run_config):
-        """Carry a run out to its end."""
+        """Run to the end."""
         process = self.begin(app, *arguments, name=name, **run_config)
         process.wait(timeout)
         return self.log(name)
 
     def command(self, *arguments, timeout=60):
-        """Run one of Flower's commands and give what it says."""
+        """Run one of Flower's commands and return its output."""
         done = subprocess.run(
             [str(BIN / arguments[0]), *map(str, arguments[1:])],
             env=self.environment,
@@ -165,7 +162,7 @@ class Flower:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def children(self, word, under=None):
-        """Return the processes whose command holds a word, below one of ours if named."""
+        """Return the processes whose command contains a word, optionally below one of ours."""
         pids = [pid for pid in marked(self.mark) if word in command_of(pid)]
         return pids if under is None else [pid for pid in pids if under in ancestors(pid)]
 

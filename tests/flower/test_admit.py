@@ -1,4 +1,4 @@
-"""What the server keeps of clients when more of them come."""
+"""What the server stores for clients when new clients join."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from equipoise.methods import build
 
 
 def everyone(ids, sizes, losses=None):
-    """A cohort that knows sizes and answers with losses."""
+    """A cohort with sizes and losses."""
     counts = torch.tensor(sizes, dtype=torch.float64)
     return SimpleNamespace(
         ids=np.array(ids),
@@ -30,7 +30,7 @@ MODEL = {"w": torch.tensor([1.0])}
 def test_scaffold_keeps_the_mean_of_all_control_variates():
     method = build("scaffold").aggregation
     state = method.begin(State(0, MODEL), everyone([0, 2], [1, 1]))
-    # Two clients with control variates 3 and 5; a third comes with 0.
+    # Two clients with control variates 3 and 5; a third joins with 0.
     state = state.with_server(control={"w": torch.tensor([4.0])})
     admitted = method.admit(state, everyone([0, 1, 2], [1, 1, 1]))
     assert admitted.server["control"]["w"].item() == pytest.approx((3 + 5 + 0) / 3)

@@ -1,6 +1,4 @@
-"""Attacks on a federation in processes of their own: each is refused, and the run ends as without
-them.
-"""
+"""Attacks on a federation in separate processes: each is refused, and the run is unaffected."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ from tests.run.small import rows_of
 pytestmark = pytest.mark.slow
 
 CLIP = 0.05
-# A server that asks too much of one client in each of three rounds. It waits for the nodes that the
-# test starts, so that everything happens in the same order however fast the machine is.
+# A server that requests too much of one client in each of three rounds. It waits for the nodes that
+# the test starts, so that the order does not depend on the speed of the machine.
 HOSTILE = """
 import json
 import time
@@ -172,9 +170,9 @@ def test_attacks_over_real_processes(tmp_path):
     assert "3" in left_out[1]
     assert "3" not in left_out[4]
     assert "'../../../escaped' is not a name for a run" in rows[1]["left_out"]["0"]
-    assert "the message has a local rule of its own" in rows[2]["left_out"]["1"]
+    assert "the message has another local rule" in rows[2]["left_out"]["1"]
     assert "refused a message 'train': '../../../escaped' is not a name for a run" in silos[0]
-    assert "refused a message 'train': the message has a local rule of its own" in silos[1]
+    assert "refused a message 'train': the message has another local rule" in silos[1]
     assert not list(tmp_path.rglob("escaped*"))
     norms = [norm for row in rows for norm in row["notes"]["guard_norms"]]
     assert max(norms) == pytest.approx(CLIP, rel=1e-6), (

@@ -1,4 +1,4 @@
-"""Attributes of samples on Flower: clients count, counts travel, and the server checks them."""
+"""Attributes of samples on Flower: clients count, send counts, and the server checks them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_node_may_withhold_more(folder):
 
 
 def changed(**counts):
-    """Have a client report other counts of women of the global model on its test data."""
+    """Make a client report other counts of women for the global model on its test data."""
 
     def wrong(message, reply):
         numbers = dict(reply.content.metric_records["global.test"])

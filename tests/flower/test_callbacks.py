@@ -1,4 +1,4 @@
-"""Callbacks and trackers on a Flower server: they are told the same as in one process."""
+"""Callbacks and trackers on a Flower server: they get the same values as in one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LossesOnServer(Callback):
 
 
 class Diary(Callback):
-    """Writes down what it is told, and stops the run if asked to."""
+    """Records its calls, and stops the run on request."""
 
     def __init__(self, last=None):
         self.last, self.events, self.rows, self.models, self.groups = last, [], [], [], []
@@ -100,7 +100,7 @@ def test_trackers_of_the_experiment_run_on_the_server(folder, tmp_path, monkeypa
     )
     run, _ = run_on_loop(path, own_nodes(folder), tmp_path / "run")
     losses = [f"{row['round']} {row['train_loss']:.9f}" for row in run.trainer.rounds]
-    # Clients read the same experiment and write nothing.
+    # Clients read the same experiment but write nothing.
     assert (tmp_path / "losses.txt").read_text().splitlines() == losses
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert config["tracking"] == [own]

@@ -26,7 +26,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Four clients' directories, and an index of theirs."""
+    """Four clients' directories, and an index of the clients."""
     folder = tmp_path_factory.mktemp("client2vec")
     write_silos(folder / "silos")
     torch.manual_seed(0)

@@ -1,6 +1,4 @@
-"""CLIP on Flower: clients say the names of their classes when they register, and a model may be
-evaluated only.
-"""
+"""CLIP on Flower: clients register with the names of their classes; zero-shot evaluation."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def write_images(root, domains=("photo", "art"), classes=("dog", "cat")):
-    """Write six images of each class in each domain; gives the options of the source."""
+    """Write six images of each class in each domain; return the options of the source."""
     draws = np.random.default_rng(0)
     for domain in domains:
         for name in classes:

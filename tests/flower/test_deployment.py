@@ -1,4 +1,4 @@
-"""Federations in processes of their own that are disturbed, joined late, encrypted or simulated."""
+"""Federations in separate processes: with failures, late clients, encryption and simulation."""
 
 from __future__ import annotations
 
@@ -27,15 +27,13 @@ def times_received(flower, node, kind="train"):
 
 
 def processes_below(flower, name):
-    """A SuperNode and whatever it has started."""
+    """A SuperNode and the processes that it has started."""
     pid = flower.processes[name].pid
     return [pid, *flower.children("", under=pid)]
 
 
 def test_a_bad_day(tmp_path):
-    """One node is killed and started again, one sends NaN, one hangs and comes back; every round
-    counts.
-    """
+    """A node is killed and restarted, one sends NaN, one hangs and returns."""
     path = world(
         tmp_path, method="ditto", training={"rounds": 5}, flower={"timeout": 60, "retries": 1}
     )
@@ -104,9 +102,7 @@ def test_a_late_joiner_over_real_processes(tmp_path):
 
 
 def test_tls_and_keys(tmp_path):
-    """Over TLS, nodes with registered keys take part and own their numbers; one with another key is
-    kept out.
-    """
+    """Over TLS, nodes with registered keys take part; one with another key is refused."""
     world(tmp_path, training={"rounds": 1}, flower={"clients": 2, "identity": "key"})
     out = tmp_path / "out"
     keys = [make_key(tmp_path / f"key{client}") for client in range(3)]

@@ -1,4 +1,4 @@
-"""What the page about Flower says of methods, commands and settings is true."""
+"""The page about Flower is correct about methods, commands and settings."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_is_turned_off_is_named():
 
 
 def test_supernodes_and_operators_use_other_paths_of_the_one_port():
-    """As docs/security.md says of Flower 1.41: who reaches the operators' path may start runs."""
+    """As in docs/security.md for Flower 1.41: access to the operators' path can start runs."""
     silo, operator = (
         set(re.findall(r'"(/v1/[a-z]+/)', inspect.getsource(module)))
         for module in (fleet_http_client, control_http_client)

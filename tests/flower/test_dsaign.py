@@ -1,4 +1,4 @@
-"""Stages of Client2Vec on Flower: the same network and the same client index as in one process."""
+"""Stages of Client2Vec on Flower: the same network and client index as in one process."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Four clients of the digits as vectors, which stand for embeddings, and a text encoder of the
-    same width.
-    """
+    """Four clients of the digits as embeddings, and a text encoder of equal width."""
     folder = tmp_path_factory.mktemp("stages")
     for silo in write_silos(folder / "silos").iterdir():
         held = np.load(silo / "data.npz")

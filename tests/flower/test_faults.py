@@ -1,4 +1,4 @@
-"""Faults are ordinary: who fails is left out by name, and the round goes on."""
+"""Faults: clients that fail are left out with a reason, and the round continues."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_wrong_answer_is_left_out_by_name_and_the_round_goes_on(what, folder):
     assert list(rows[1]["left_out"]) == ["1"]
     assert re.search(reason, rows[1]["left_out"]["1"])
     assert all(bool(torch.isfinite(tensor).all()) for tensor in run.trainer.state.model.values())
-    # What client 1 wrote in the round that did not count for it is never read: round 3 goes on from
+    # What client 1 wrote in the round that did not count is never read: round 3 continues from
     # round 1.
     assert run.trainer.engine.ledger.now == {0: 3, 1: 3, 2: 3, 3: 3}
 
@@ -189,9 +189,7 @@ def test_who_is_left_out_has_no_weight_in_the_round(folder):
 
 
 def test_memory_of_a_round_that_did_not_count_is_not_used(folder):
-    """Client 1's answer of round 2 is lost; what it remembers in round 3 is what it wrote in round
-    1.
-    """
+    """Client 1's answer of round 2 is lost; its memory in round 3 is that of round 1."""
     path = write_experiment(folder, method="ditto")
     seen = {}
 
@@ -225,7 +223,7 @@ def test_too_few_answers_are_asked_for_again_and_then_the_run_stops(folder):
         match=r"round 2: 3 of 4 clients answered, and flower.min_clients is 4 \(client 2: ",
     ):
         run_on_loop(path, own_nodes(folder), folder / "out", tamper=tamper)
-    # Those that had answered are not asked again.
+    # Clients that have answered are not asked again.
     assert sorted(asked) == [0, 1, 2, 2, 2, 3]
     _, note = load_tensors(folder / "out" / "checkpoint.safetensors")
     assert note["round"] == 1
@@ -323,7 +321,7 @@ def test_who_is_not_evaluated_is_named_and_has_no_row(folder):
 
 
 class Growing(LoopGrid):
-    """A grid that some nodes join after so many messages of a kind, and others leave."""
+    """A grid that some nodes join after a number of messages of a kind, and others leave."""
 
     def __init__(self, *args, join=(), leave=(), **kwargs):
         super().__init__(*args, **kwargs)
@@ -341,7 +339,7 @@ class Growing(LoopGrid):
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """Look for nodes whenever there is an occasion, instead of every other second."""
+    """Look for nodes at every opportunity, instead of every other second."""
     monkeypatch.setattr("equipoise.flower.nodes._LOOK_FOR_NODES", 0.0)
 
 
@@ -374,7 +372,7 @@ def test_a_late_joiner_is_taken_in(name, late, folder, at_once):
         assert clients["ids"].tolist() == [0, 1, 2, 3]
     if "weight" in clients:
         assert float(clients["weight"].sum()) == pytest.approx(1)
-    # A run with a newcomer can be resumed like any other.
+    # A run with a new client can be resumed.
     assert run_on(growing(folder, path, [0, 1, 2, 3]), path, folder / "out").summary == run.summary
 
 
@@ -383,7 +381,7 @@ def test_what_everyone_is_asked_because_of_a_newcomer_is_counted(folder, at_once
     run = run_on(growing(folder, path, [0, 1, 3], join={6: own_nodes(folder, [2])[0]}), path)
     rows = list(run.trainer.rounds)
     joined, usual = next(row for row in rows if row["cohort"] == 4), rows[-1]
-    # All four are sent the model once more, and answer with loss and accuracy.
+    # All four get the model once more, and answer with loss and accuracy.
     assert joined["bytes_down"] - usual["bytes_down"] == 4 * size_in_bytes(run.trainer.state.model)
     assert joined["bytes_up"] - usual["bytes_up"] == 4 * 2 * 8
 
@@ -395,7 +393,7 @@ def test_a_client_that_leaves_is_not_connected_and_one_that_comes_back_is_the_sa
     rows = list(run.trainer.rounds)
     assert rows[1]["left_out"] == {"1": "not connected"}
     assert "left_out" not in rows[-1]
-    # It came back with its memory of the last round that counted for it, under another node.
+    # It returned as another node, with its memory of its last valid round.
     assert run.trainer.engine.ledger.now == {0: 6, 1: 6, 2: 6, 3: 6}
 
 
@@ -432,9 +430,7 @@ def test_a_node_that_cannot_take_part_is_named_when_time_is_up(folder):
 
 
 def test_a_restarted_node_is_asked_again_in_the_same_round(folder, at_once):
-    """The old node hangs; the one started in its place, with the same disk, gets the question and
-    answers.
-    """
+    """The old node hangs; its replacement with the same disk gets the question and answers."""
     path = write_experiment(folder, training={"rounds": 2}, flower={"timeout": 20})
     experiment = load_experiment(path)
 
@@ -480,9 +476,7 @@ def test_one_missing_version_is_an_error_and_not_a_new_beginning(folder):
 
 
 def test_an_experiment_that_differs_on_a_client_is_noticed(folder, tmp_path_factory):
-    """Another seed makes another model to begin with: the parts that are not sent would not be the
-    server's.
-    """
+    """Another seed gives another initial model, so parts that are not sent would differ."""
     path = write_experiment(folder, method="fedper", flower={"min_clients": 4, "retries": 0})
     other = write_experiment(
         tmp_path_factory.mktemp("other"),
@@ -491,7 +485,7 @@ def test_an_experiment_that_differs_on_a_client_is_noticed(folder, tmp_path_fact
         data={"root": str(folder / "silos")},
     )
     grid = LoopGrid(client_app(other), own_nodes(folder))
-    with pytest.raises(RunError, match=r"head\.\w+.* differ here from the server's"):
+    with pytest.raises(RunError, match=r"head\.\w+.* differ from those of the server"):
         run_on(grid, path)
 
 
@@ -541,7 +535,7 @@ def test_bytes_are_counted_up_and_down(folder):
     run, grid = run_on_loop(path, own_nodes(folder))
     row = next(iter(run.trainer.rounds))
     own = 4 * sum(t.numel() * 8 for t in run.trainer.state.model.values())
-    # Two reports of training and one of validation come with every update.
+    # Every update includes two reports of training and one of validation.
     assert row["bytes_down"] == own
     assert row["bytes_up"] == own + 4 * 3 * 8
     trained = [size for kind, size in zip(grid.kinds, grid.bytes, strict=True) if kind == "train"]
@@ -579,7 +573,7 @@ def test_a_run_goes_on_only_with_the_same_protection(folder):
         InputError, match="holds another experiment: flower.privacy.clip is 1.0 there and 2.0 here"
     ):
         run_on_loop(again, own_nodes(folder), folder / "out")
-    # How long to wait may change from one start to the next.
+    # The time to wait may change when a run is resumed.
     patient = write_experiment(
         folder, training=settings, flower={"privacy": {"clip": 1.0}, "timeout": 99}
     )

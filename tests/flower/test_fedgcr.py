@@ -1,4 +1,4 @@
-"""FedGCR across machines: one exchange a round, and bytes of prompts, GC-Net, head, h̃ and H."""
+"""FedGCR on Flower: one exchange per round, and bytes of prompts, GC-Net, head, h̃ and H."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_one_exchange_a_round_and_bytes_by_hand(method, reports, folder):
     for made in (alone, run):
         rows = list(made.trainer.rounds)
         assert [row["bytes_up"] for row in rows] == [8 * 4 * (MOVED + WIDTH + reports)] * 3
-        # From the second round on: H, and the place of its cluster to each client.
+        # From the second round on: H, and the index of its cluster for each client.
         assert rows[0]["bytes_down"] == 8 * 4 * MOVED
         assert [row["bytes_down"] for row in rows[1:]] == [
             8 * 4 * (MOVED + CLUSTERS * WIDTH + 1)

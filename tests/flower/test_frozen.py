@@ -1,6 +1,4 @@
-"""Models with frozen parts across machines: the numbers and bytes of one process, and the same
-weights everywhere.
-"""
+"""Models with frozen parts on Flower: the numbers and bytes of one process, equal weights."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from tests.flower.parity import compare, with_clients
 from tests.tiny_encoder import write_encoder
 
 PROMPTS = {"name": "vitprompts", "patch": 4, "width": 16, "depth": 1, "heads": 2}
-# Of prompts and head of ten classes, in float64; every client reports training loss, steps and a
+# For prompts and head of ten classes, in float64; every client reports training loss, steps and a
 # validation loss.
 PROMPT_BYTES, HEAD_BYTES, REPORTS = 8 * 4 * 16, 8 * 10 * 17, 3 * 8
 
@@ -74,10 +72,10 @@ def test_every_method_moves_the_same_bytes_and_gives_the_same_numbers(name, fold
     ("name", "moved", "reports"),
     [
         ("fedavg", PROMPT_BYTES + HEAD_BYTES, REPORTS),
-        # These report what they add to the loss.
+        # These report the terms that they add to the loss.
         ("ditto", PROMPT_BYTES + HEAD_BYTES, REPORTS + 8),
         ("scaffold", 2 * (PROMPT_BYTES + HEAD_BYTES), REPORTS + 8),
-        # Where clients keep their heads nobody has a global model, and no gap is worked out.
+        # If clients keep their heads there is no global model, and no gap is computed.
         ("fedper", PROMPT_BYTES, REPORTS - 8),
         ("local", 0, REPORTS - 8),
     ],
@@ -111,7 +109,7 @@ def test_clients_encode_their_own_samples(encode, folder):
     arrays = (
         [np.load(file) for file in (folder / "cache" / "arrays").glob("*.npy")] if encode else []
     )
-    # One array of all samples for the run in one process, and one of its own for each client.
+    # One array of all samples for the run in one process, and one for each client.
     sizes = sorted(len(array) for array in arrays)
     assert len(sizes) == (5 if encode else 0)
     assert not sizes or sizes[-1] == sum(sizes[:-1]) == len(alone.trainer.federation.x)
@@ -125,8 +123,8 @@ def test_silos_may_be_encoded_by_a_pretrained_model(folder):
         model={"name": "logistic"},
         training={"rounds": 2},
     )
-    # Embeddings are float32, and a client encodes its samples in other batches than one process
-    # does those of all.
+    # Embeddings are float32, and a client encodes its samples in other batches than the run in one
+    # process.
     alone, run, _ = compare(path, folder, tolerance=1e-5)
     assert alone.trainer.federation.shape == (8,)
     assert run.trainer.state.model["head.weight"].shape == (10, 8)
@@ -136,13 +134,13 @@ def test_silos_may_be_encoded_by_a_pretrained_model(folder):
 
 
 class Weights:
-    """Whence the next model gets its frozen tensors."""
+    """The source of the next model's frozen tensors."""
 
     seed = 0
 
 
 def with_weights(shape, classes):
-    """A model whose frozen tensors are not decided by the run's seed."""
+    """A model whose frozen tensors do not depend on the run's seed."""
     draws = torch.Generator().manual_seed(Weights.seed)
     layer = nn.Linear(64, 12)
     with torch.no_grad():
@@ -158,7 +156,7 @@ def own_model(monkeypatch):
 
 
 def differing(clients):
-    """Make clients' data, and let some of them build their model with other weights."""
+    """Write clients' data, and make some of them build their model with other weights."""
 
     def data(node):
         directory = Path(node["data"])
@@ -177,7 +175,7 @@ def test_a_client_with_other_frozen_weights_is_left_out_and_the_reason_named(fol
     run, _ = run_on_loop(path, own_nodes(folder), data=differing({1}))
     rows = list(run.trainer.rounds)
     assert [set(row["left_out"]) for row in rows] == [{"1"}, {"1"}]
-    assert "frozen tensors of the model here have the hash" in rows[0]["left_out"]["1"]
+    assert "frozen tensors of the client's model have the hash" in rows[0]["left_out"]["1"]
     assert [row["cohort"] for row in rows] == [3, 3]
 
 
@@ -191,6 +189,6 @@ def test_a_run_in_which_all_have_other_frozen_weights_ends(folder, own_model):
 
     with pytest.raises(
         RunError,
-        match=r"0 of 4 clients answered.*the frozen tensors of the model here have the hash",
+        match=r"0 of 4 clients answered.*the frozen tensors of the client's model have the hash",
     ):
         run_on_loop(path, own_nodes(folder), data=differing(range(4)), tamper=tamper)

@@ -1,5 +1,4 @@
-"""Messages and registrations made at random: each is read in full or refused in one line, and
-nothing else happens.
+"""Random messages and registrations: each is read completely or refused in one line.
 
 The examples are the same in every run.
 """
@@ -69,7 +68,7 @@ QUESTION = Schema(client=1, round=2, open_trees=(ANSWER,), question=True, larges
 
 
 def honest():
-    """Return an answer to a message of training in which nothing is wrong."""
+    """Return a valid answer to a training message."""
     return RecordDict(
         {
             UPDATE: to_record({name: torch.ones_like(tensor) for name, tensor in EXPECTED.items()}),
@@ -83,7 +82,10 @@ def honest():
 
 
 NAMES = st.one_of(
-    st.sampled_from([*EXPECTED, "h", "0", "train_loss", "steps", "lr", "loss", "accuracy", "client", "round", "lacks", "text"]),
+    st.sampled_from([
+        *EXPECTED, "h", "0", "train_loss", "steps", "lr", "loss", "accuracy", "client", "round",
+        "lacks", "text",
+    ]),
     st.text(max_size=8),
 )  # fmt: skip
 RECORDS = st.one_of(
@@ -95,7 +97,10 @@ WHOLE = st.one_of(
 )
 FLOATS = st.floats(width=64)
 TYPES = st.one_of(
-    st.sampled_from(["float64", "float32", "int64", "bool", "bfloat16", "complex64", "float128", "object", "<U3", "V8", "f4,f4"]),
+    st.sampled_from([
+        "float64", "float32", "int64", "bool", "bfloat16", "complex64", "float128", "object",
+        "<U3", "V8", "f4,f4",
+    ]),
     st.text(max_size=5),
 )  # fmt: skip
 SHAPES = st.lists(
@@ -106,7 +111,7 @@ PLAIN = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
 @st.composite
 def written(draw):
-    """Make an array as NumPy writes it, some bytes of which may then be changed."""
+    """Return an array as NumPy writes it, some bytes of which may be changed."""
     dtype = draw(
         st.sampled_from(["f8", "f4", ">f8", "i8", "u2", "?", "c8", "f2", "S2", "U2", "M8[s]", "V4"])
     )
@@ -115,7 +120,9 @@ def written(draw):
     for place in draw(st.lists(st.integers(0, len(data) - 1), max_size=3)):
         data[place] = draw(st.integers(0, 255))
     cut = draw(st.one_of(st.none(), st.integers(0, len(data))))
-    return Array(draw(st.one_of(st.just(str(values.dtype)), TYPES)), draw(st.one_of(st.just(values.shape), SHAPES)), "numpy.ndarray", bytes(data[:cut]))  # fmt: skip
+    dtype = draw(st.one_of(st.just(str(values.dtype)), TYPES))
+    shape = draw(st.one_of(st.just(values.shape), SHAPES))
+    return Array(dtype, shape, "numpy.ndarray", bytes(data[:cut]))
 
 
 ARRAYS = st.one_of(
@@ -135,17 +142,21 @@ def record_of(kind, keys, values):
     return st.dictionaries(keys, values, max_size=4).map(kind)
 
 
-METRICS = record_of(MetricRecord, NAMES, st.one_of(FLOATS, WHOLE.filter(lambda n: n >= -(2**63)), st.lists(FLOATS, max_size=3)))  # fmt: skip
+NUMBERS = st.one_of(FLOATS, WHOLE.filter(lambda n: n >= -(2**63)), st.lists(FLOATS, max_size=3))
+METRICS = record_of(MetricRecord, NAMES, NUMBERS)
+SHORT_TEXTS = st.lists(st.text(max_size=3), max_size=3)
 CONFIGS = record_of(
-    ConfigRecord, NAMES, st.one_of(WHOLE, FLOATS, st.booleans(), st.text(max_size=20), st.lists(st.text(max_size=3), max_size=3))
-)  # fmt: skip
+    ConfigRecord,
+    NAMES,
+    st.one_of(WHOLE, FLOATS, st.booleans(), st.text(max_size=20), SHORT_TEXTS),
+)
 ANY_RECORD = st.one_of(METRICS, CONFIGS, record_of(ArrayRecord, NAMES, ARRAYS))
 MADE_UP = st.dictionaries(RECORDS, ANY_RECORD, max_size=5).map(RecordDict)
 
 
 @st.composite
 def spoiled(draw):
-    """Change up to three places of an honest answer."""
+    """Change up to three places of a valid answer."""
     content = honest()
     for _ in range(draw(st.integers(0, 3))):
         name = draw(st.sampled_from(sorted(content)))
@@ -188,7 +199,7 @@ def assert_readable(reason):
 
 
 def read(schema, content):
-    """Read an answer under the limits of time and memory; ``None`` if it is refused."""
+    """Read an answer with limits of time and memory; ``None`` if it is refused."""
     began = time.monotonic()
     tracemalloc.start()
     try:
@@ -252,14 +263,20 @@ def test_the_honest_answer_is_read():
 ITEMS = st.recursive(
     st.one_of(
         st.builds(lambda name: {"tensor": name}, st.sampled_from(["0", "1", "2", 0, None])),
-        st.builds(lambda value: {"value": value}, st.one_of(st.none(), st.integers(), st.text(max_size=3))),
+        st.builds(
+            lambda value: {"value": value},
+            st.one_of(st.none(), st.integers(), st.text(max_size=3)),
+        ),
         st.integers(),
         st.none(),
     ),
     lambda inner: st.one_of(
         st.builds(lambda items: {"list": items}, st.lists(inner, max_size=3)),
         st.builds(lambda items: {"tuple": items}, st.lists(inner, max_size=3)),
-        st.builds(lambda pairs: {"mapping": pairs}, st.lists(st.tuples(st.one_of(st.text(max_size=2), inner), inner), max_size=3)),
+        st.builds(
+            lambda pairs: {"mapping": pairs},
+            st.lists(st.tuples(st.one_of(st.text(max_size=2), inner), inner), max_size=3),
+        ),
         st.lists(inner, max_size=2),
     ),
     max_leaves=6,
@@ -273,7 +290,7 @@ TREES = st.recursive(
     ),
     max_leaves=5,
 )
-# Half of the forms are valid, and then those of other arrays than the ones that come with them.
+# Half of the forms are valid, but do not match the arrays that come with them.
 FORMS = st.one_of(
     ITEMS.map(json.dumps), st.text(max_size=30), TREES.map(lambda tree: pack(tree)[0])
 )
@@ -407,7 +424,7 @@ def folder(tmp_path_factory):
 
 
 def check_run(folder, data, method, rounds):
-    """Have client 1 answer anything at all in every round: the run finishes with the other three."""
+    """Make client 1 answer randomly in every round: the run finishes with the other three."""
 
     def tamper(node, message, reply):
         if (

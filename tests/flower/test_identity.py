@@ -55,12 +55,12 @@ def folder(tmp_path, silos):
 
 @pytest.fixture
 def at_once(monkeypatch):
-    """Look for nodes whenever there is an occasion, instead of every other second."""
+    """Look for nodes at every opportunity, instead of every other second."""
     monkeypatch.setattr("equipoise.flower.nodes._LOOK_FOR_NODES", 0.0)
 
 
 class Changing(LoopGrid):
-    """A grid that changes after so many training messages; nodes may have keys."""
+    """A grid that changes after a number of training messages; nodes may have keys."""
 
     def __init__(self, *args, events=(), keys=None, **kwargs):
         super().__init__(*args, **kwargs)
@@ -94,7 +94,7 @@ def both(*events):
 
 
 def thief_of(folder, client, **changes):
-    """Make a node with another node's data and number, on a disk of its own."""
+    """Create a node with another node's data and number, but its own disk."""
     return {**own_nodes(folder, [client])[0], "memory": str(folder / "memory" / "thief"), **changes}
 
 
@@ -162,9 +162,7 @@ def test_two_nodes_with_one_number_before_round_1(disk, folder):
 
 
 def test_a_double_on_the_same_disk_may_follow_the_one_that_went(folder, at_once):
-    """As when a SuperNode is restarted while the server waits for others: Flower notices late that
-    the first is gone.
-    """
+    """A SuperNode is restarted while the server waits, and Flower notices it late."""
     path = write_experiment(folder, training={"rounds": 1})
 
     class Waiting(Changing):
@@ -253,7 +251,7 @@ def test_a_number_may_be_given_away_while_the_run_goes_on(folder, at_once):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["9", "OUT"], "client 9 belongs to nobody in .*; numbers that do: 0, 1, 2, 3"),
+        (["9", "OUT"], "client 9 has no owner in .*; clients with an owner: 0, 1, 2, 3"),
         (["1", "OUT/elsewhere"], "holds no owners.jsonl; valid: the directory of a run on Flower"),
     ],
 )
@@ -305,7 +303,7 @@ def test_a_key_has_one_number(folder, at_once):
         grid.nodes[node(0)] = own_nodes(folder, [3])[0]
 
     class Blinking(Changing):
-        """Node 0 is away for a moment, and answers with another number afterwards."""
+        """Node 0 disconnects for a moment, and answers with another number afterwards."""
 
         def get_nodes(self):
             away = (
@@ -319,7 +317,9 @@ def test_a_key_has_one_number(folder, at_once):
 
     grid = Blinking(client_app(path), own_nodes(folder, range(3)), keys=with_keys())
     run = serve(grid, load_experiment(path))
-    assert refusals(run)[node(0)] == "it says it is client 3, but has registered as client 0 before"
+    assert (
+        refusals(run)[node(0)] == "it registers as client 3, but has registered as client 0 before"
+    )
     assert [row["cohort"] for row in run.trainer.rounds][-1] == 2
 
 
@@ -380,7 +380,7 @@ def test_a_roster_gives_a_number_to_a_key_and_a_name(folder, tmp_path):
 
 
 def test_a_key_in_the_roster_replaces_the_owner(tmp_path):
-    """The operator's roster is the operator's word: a new key there needs no release."""
+    """The operator's roster decides: a new key there needs no release."""
     invited = {3: Invited(key="SHA256:new")}
     owners = Owners(invited=invited)
     owners._of[3] = Owner("SHA256:old", "", "north")

@@ -1,4 +1,4 @@
-"""What a silo refuses, whatever the server and its messages say."""
+"""What a silo refuses, whatever the server and its messages request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folder(tmp_path, silos):
 
 
 class Hostile(LoopGrid):
-    """A server that changes its messages to client 1 of one kind in its second round."""
+    """A server that changes its messages of one kind to client 1 in its second round."""
 
     def __init__(self, *args, kind, order, **kwargs):
         super().__init__(*args, **kwargs)
@@ -72,7 +72,7 @@ def evaluating_locally(content):
 ORDERS = {
     "another local rule": (
         setting(local=json.dumps(describe_part(build("fedprox", mu=9.0).local))),
-        "the message has a local rule of its own",
+        "the message has another local rule",
     ),
     "a path upwards": (setting(run="../../elsewhere"), "'../../elsewhere' is not a name for a run"),
     "an absolute path": (setting(run="/tmp/elsewhere"), "'/tmp/elsewhere' is not a name for a run"),
@@ -188,7 +188,7 @@ def test_questions_are_not_answered_under_privacy(folder):
     ],
 )
 def test_what_cannot_be_protected_does_not_leave(sections, says, folder):
-    """The server would refuse this too; a client does not rely on it."""
+    """The server would refuse this too, but a client does not rely on it."""
     path = write_experiment(folder, **sections, flower={"privacy": {"clip": 1.0}})
     assert says in answer_of(path, own_nodes(folder)[0], "train").error.reason
 
@@ -392,6 +392,6 @@ def test_a_wrong_limits_file_is_an_error(limits, says, tmp_path):
 
 def test_a_run_cannot_import_code_of_its_own(folder):
     with pytest.raises(
-        InputError, match="'imports=/tmp/x.py'; a run cannot import other code than its app does"
+        InputError, match="'imports=/tmp/x.py'; a run cannot import other code than its app"
     ):
         read_experiment(write_experiment(folder), {"set": "seed=1; imports=/tmp/x.py"})

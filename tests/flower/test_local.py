@@ -1,6 +1,4 @@
-"""Local models on Flower: evaluated by the clients, reported with their updates, kept where that
-costs nothing.
-"""
+"""Local models on Flower: evaluated by clients, reported with updates, and optionally saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs on Flower that are made longer, and clients that follow schedules of one's own."""
+"""Runs on Flower that are extended, and clients with user-defined schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memories on disk: the version that counts, and no other."""
+"""Memories on disk: only the valid version is read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Metrics of outputs on Flower: clients compute them, and the server checks the numbers that
-arrive.
-"""
+"""Metrics of outputs on Flower: clients compute them, and the server checks the values."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def folder(tmp_path_factory):
 
 
 def experiment(folder, **sections):
-    # The file is imported once; the registry is put back after each test.
+    # The file is imported once; the registry is restored after each test.
     exec((folder / "metric_of_large.py").read_text(), {"__name__": "metric_of_large"})
     return write_experiment(
         folder,
@@ -83,7 +81,7 @@ def test_metrics_of_clients_are_the_same_and_only_numbers_travel(method, folder)
 
 
 def changed(**values):
-    """Have a client report other numbers of the global model on its test data."""
+    """Make a client report other numbers for the global model on its test data."""
 
     def wrong(message, reply):
         numbers = dict(reply.content.metric_records["global.test"]) | values

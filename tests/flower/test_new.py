@@ -1,4 +1,4 @@
-"""The app that is written is one that Flower accepts as it is."""
+"""The generated app is accepted by Flower without changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def experiment(tmp_path):
     return path
 
 
-# Flower itself uses what the library has deprecated.
+# Flower itself uses deprecated functions of the library.
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
 def test_flower_accepts_the_app(experiment, tmp_path, monkeypatch):
     new_app(tmp_path / "my-app", experiment)
@@ -56,7 +56,7 @@ def test_a_norm_bound_is_suggested_and_off(experiment, tmp_path):
         for line in suggested
     ]
     assert [guard.bound for guard in guards] == [None, 2.0]
-    # Who has a guard needs no advice, and without updates there is nothing to guard.
+    # With a guard no advice is needed, and without updates there is nothing to guard.
     for number, method in enumerate(("{name: ditto, guard: norm}", "local")):
         experiment.write_text(f"method: {method}\ndata: digits\n")
         new_app(tmp_path / f"app-{number}", experiment)
@@ -108,7 +108,7 @@ def python(code, *arguments, cwd):
 
 
 def test_code_of_ones_own_travels_with_the_app(tmp_path):
-    """Seen from another directory, with the app importable, as Flower has it."""
+    """From another directory, with the app importable, as in Flower."""
     places = [tmp_path / "here", tmp_path / "elsewhere"]
     for place in places:
         place.mkdir()
@@ -126,7 +126,7 @@ def test_own_code_must_not_take_the_place_of_the_app(experiment, tmp_path, monke
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "app.py").write_text("")
     experiment.write_text("imports: app.py\ndata: digits\n")
-    with pytest.raises(InputError, match=r"imports 'app.py', a name the app needs"):
+    with pytest.raises(InputError, match=r"imports 'app.py', a name that the app uses itself"):
         new_app(tmp_path / "my-app", experiment)
     assert not (tmp_path / "my-app").exists()
     del sys.modules["app"]
@@ -177,9 +177,9 @@ def test_data_that_are_not_here_are_no_obstacle(experiment, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("my_app", "data: digits", "'my_app' is no name for a Flower app"),
-        ("a" * 33, "data: digits", "is no name for a Flower app"),
-        ("my-app", "data: digits\nmethod: central", "method 'central' puts all data in one place"),
+        ("my_app", "data: digits", "'my_app' is not a valid name for a Flower app"),
+        ("a" * 33, "data: digits", "is not a valid name for a Flower app"),
+        ("my-app", "data: digits\nmethod: central", "method 'central' pools all data"),
         ("my-app", "data: digist", "unknown data 'digist'"),
         (
             "my-app",
@@ -230,7 +230,7 @@ def test_the_command_writes_and_names_the_files(experiment, tmp_path):
 
 
 def test_flowers_own_commands_run_without_telemetry_update_check_and_installation(tmp_path):
-    """The command becomes Flower's: what it prints of its environment is what Flower sees."""
+    """The command becomes Flower's, and its environment is what Flower sees."""
     (tmp_path / "flower-superlink").write_text("#!/bin/sh\nenv; echo $@\n")
     (tmp_path / "flower-superlink").chmod(0o755)
     program = (
@@ -238,7 +238,10 @@ def test_flowers_own_commands_run_without_telemetry_update_check_and_installatio
         "from equipoise.cli import app; app(prog_name='equipoise')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path), "flower", "superlink", "--insecure", "--help", "--port", "1"],
+        [
+            sys.executable, "-c", program, str(tmp_path),
+            "flower", "superlink", "--insecure", "--help", "--port", "1",
+        ],
         capture_output=True, text=True, check=True,
         env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
     )  # fmt: skip
@@ -248,7 +251,10 @@ def test_flowers_own_commands_run_without_telemetry_update_check_and_installatio
 
 
 def test_who_wants_telemetry_can_have_it(tmp_path):
-    program = "import os; os.environ['FLWR_TELEMETRY_ENABLED'] = '1'; import equipoise.flower; print(os.environ['FLWR_TELEMETRY_ENABLED'])"
+    program = (
+        "import os; os.environ['FLWR_TELEMETRY_ENABLED'] = '1'; import equipoise.flower; "
+        "print(os.environ['FLWR_TELEMETRY_ENABLED'])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

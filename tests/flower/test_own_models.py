@@ -1,4 +1,4 @@
-"""Ordinary modules, several labels and losses for the whole task: on Flower as in one process."""
+"""Ordinary modules, several labels and custom losses: on Flower as in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.flower.parity import compare
 
 
 class Dense(nn.Module):
-    """A network with functional dropout and layers with names of its own."""
+    """A network with functional dropout and unusual names of layers."""
 
     def __init__(self, classes):
         super().__init__()
@@ -27,7 +27,7 @@ class Dense(nn.Module):
 
 
 class Rows(nn.Module):
-    """Reads the rows of an image one after the other; with dropout between the layers."""
+    """Reads the rows of an image one after the other, with dropout between the layers."""
 
     def __init__(self, classes):
         super().__init__()
@@ -64,7 +64,7 @@ def rows(shape, classes):
 
 @models.register
 def patches(shape, classes):
-    """Build a transformer whose head is known."""
+    """Build a transformer with a named head."""
     return with_head(Patches(classes), "classifier")
 
 
@@ -92,7 +92,7 @@ def test_results_are_those_of_one_process(tmp_path, model, method, loss):
 
 
 def test_several_labels_are_learned_as_in_one_process(tmp_path):
-    """Each digit is one class, and odd digits are another one."""
+    """Each digit is one class, and odd digits have a second one."""
     for file in sorted(write_silos(tmp_path / "silos").glob("*/data.npz")):
         with np.load(file) as held:
             x, y = held["x"], held["y"]

@@ -1,6 +1,4 @@
-"""Parts of one's own give the same in one process and by messages, down to the bytes that are
-moved.
-"""
+"""User-defined parts give the same results and bytes in one process and by messages."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ def folder(tmp_path, silos):
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch):
-    """Both sides know the parts."""
+    """Register the parts for both sides."""
     make_known(monkeypatch)
 
 
@@ -112,7 +110,7 @@ def test_means_are_sent_once(folder):
 
 
 def forgets_after(client, round_, folder):
-    """Have a client lose its disk after it has trained in a round."""
+    """Make a client lose its disk after it has trained in a round."""
 
     def tamper(node, message, reply):
         trained = (message.metadata.message_type, settings_of(message.content).get("round")) == (
@@ -235,7 +233,7 @@ def test_a_client_that_has_lost_its_facts_computes_them_again(folder):
 
 
 def played(path, cohorts):
-    """Play one round a cohort in this process, on the experiment's data."""
+    """Run one round per cohort in this process, on the experiment's data."""
     experiment = load_experiment(path)
     data = experiment.federation()
     module = models.build("mlp", shape=data.shape, classes=10, seed=0)
@@ -251,7 +249,7 @@ def test_a_round_goes_on_without_a_client_that_is_lost_while_it_is_prepared(fold
     assert rows[1]["left_out"] == {"2": "<class 'MemoryError'>:<'out of memory'>"}
     wanted = played(path, [[0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3]])
     assert differ(wanted.model, run.trainer.state.model) <= TOLERANCE
-    # Everything that was sent counts: the model to four clients, and then to three twice.
+    # Everything sent is counted: the model to four clients, and then to three twice.
     model, gradient = size_in_bytes(wanted.model), 8 * (64 * 10 + 10)
     assert rows[1]["bytes_down"] == (4 + 3 + 3) * model + 3 * gradient
 
@@ -292,7 +290,7 @@ def test_rows_for_another_number_of_clients_are_refused(folder):
     for rows in (2, 4):
         with pytest.raises(
             InputError,
-            match=rf"each\['share'\] has {rows} rows for 3 clients; valid: a row a client",
+            match=rf"each\['share'\] has {rows} rows for 3 clients; valid: one row per client",
         ):
             cohort.ask("gradient_sums", model=trainer.state.model, each={"share": torch.ones(rows)})
 
@@ -302,5 +300,5 @@ def test_a_cohort_trains_once(folder):
     trainer = run.trainer
     cohort = trainer.engine.cohort(trainer.method, np.array([0, 1]), 1)
     cohort.train({"model": trainer.state.model}, {}, trainer.method.local)
-    with pytest.raises(InputError, match="this cohort has trained already"):
+    with pytest.raises(InputError, match="this cohort has already trained"):
         cohort.train({"model": trainer.state.model}, {}, trainer.method.local)

@@ -23,8 +23,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("name", with_clients())
 def test_every_method_gives_the_same_models_and_metrics(name, folder):
-    # Three of four clients a round: some have no memory yet, and the sampler has something to
-    # choose.
+    # Three of four clients per round: some have no memory yet, and the sampler has a choice.
     path = write_experiment(
         folder, method=name, training={"rounds": 3, "cohort": 3, "optimizer": {"lr": 0.1}}
     )
@@ -127,7 +126,7 @@ OWN = {
 
 @pytest.fixture
 def own_methods(monkeypatch):
-    """Methods of the user's own, known to both sides."""
+    """User-defined methods that are registered on both sides."""
     monkeypatch.setattr(methods, "_PARTS", dict(methods._discover()))
     their_methods.register_all()
 
@@ -140,7 +139,7 @@ def test_methods_of_the_users_own_give_the_same(what, folder, own_methods):
     _, run, grid = compare(path, folder)
     assert ("query.ask" in grid.kinds) == (what == "ask")
     if what == "frozen backbone":
-        # What never moves is not sent: both sides have it.
+        # Tensors that are never trained are not sent, because both sides have them.
         head = sum(
             t.numel() * 8 for n, t in run.trainer.state.model.items() if n.startswith("head.")
         )

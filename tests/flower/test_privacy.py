@@ -55,7 +55,7 @@ def test_noise_has_the_deviation_the_budget_asks_for():
 
 
 def updates_sent(path, folder):
-    """Run an experiment and watch what leaves the clients: the differences from what they received."""
+    """Run an experiment; return the differences between sent and received parameters."""
     sent = []
 
     def watch(node, message, reply):
@@ -161,6 +161,6 @@ def test_an_experiment_says_its_flower_settings_again():
 
 
 def test_mods_see_one_record_as_flower_wants():
-    """Flower's mods refuse messages of any other form; this would show if that changed."""
+    """Flower's mods refuse messages of another form; this test detects a change of that."""
     with pytest.raises(Exception, match="keys in the ArrayRecord|could not be protected"):
         protected({"a": torch.ones(1)}, {"b": torch.ones(1)}, Privacy(clip=1.0))

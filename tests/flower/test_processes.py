@@ -1,4 +1,4 @@
-"""A SuperLink and four SuperNodes in processes of their own: the same numbers as in this process."""
+"""A SuperLink and four SuperNodes in separate processes: same numbers as in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Ray, on which Flower's simulation runs, asks of the network."""
+"""Network requests of Ray, which runs Flower's simulation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from equipoise.flower import UNASKED
 
-# Prints every address that Ray's question about the cloud looks up or connects to.
+# Prints every address that Ray's cloud detection looks up or connects to.
 PROBE = """
 import json, sys
 if sys.argv[1] == "with":

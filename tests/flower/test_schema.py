@@ -1,6 +1,4 @@
-"""Whatever a client answers or registers with, the run goes on, and the operator reads why it is
-left out.
-"""
+"""Whatever a client answers or registers with, the run continues, and the reason is logged."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ QUICK = {"batch_size": 64}
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """Look for answers and for nodes at once: all of them are in this process."""
+    """Look for answers and nodes at once, because all of them are in this process."""
     monkeypatch.setattr("equipoise.flower.nodes._LOOK_FOR_ANSWERS", 0.001)
     monkeypatch.setattr("equipoise.flower.nodes._LOOK_FOR_NODES", 0.0)
 
@@ -72,7 +70,7 @@ def folder(tmp_path, silos):
 
 
 def in_turn(kind, faults, hostile, first=0):
-    """Let hostile clients answer one kind of message wrongly, each round with the next faults."""
+    """Make hostile clients answer one kind of message wrongly, with other faults each round."""
     plan = {
         (first + place // len(hostile), hostile[place % len(hostile)]): name
         for place, name in enumerate(faults)
@@ -93,8 +91,8 @@ def assert_readable(reasons):
         assert 10 < len(reason) < 400, name
 
 
-# For each kind of message: the experiment in which it occurs, and all that can be wrong with the
-# answer of client 1.
+# For each kind of message: the experiment in which it occurs, and all malformed answers of client
+# 1.
 EXACT = {"name": "gifair", "exact": True}
 KINDS = {
     "an update": (
@@ -107,7 +105,10 @@ KINDS = {
             "steps below 0": malformed.in_numbers(REPORTS, steps=-1.0),
         },
     ),
-    "an upload": ("train", {"method": "scaffold"}, malformed.wrong_arrays("upload.control_change", "head.bias")),
+    "an upload": (
+        "train", {"method": "scaffold"},
+        malformed.wrong_arrays("upload.control_change", "head.bias"),
+    ),
     "a report": ("train", {"method": "qffl"}, {
         **malformed.wrong_numbers(REPORTS, "loss_before"),
         **malformed.wrong_numbers(REPORTS, "lr"),
@@ -128,10 +129,14 @@ KINDS = {
     "metrics of a local model": (
         "train",
         {"method": "fedavg", "evaluation": {"local": True}},
-        {**malformed.wrong_numbers("local.test", "accuracy"), **malformed.wrong_numbers("local.val", "loss")},
+        {
+            **malformed.wrong_numbers("local.test", "accuracy"),
+            **malformed.wrong_numbers("local.val", "loss"),
+        },
     ),
     "a later evaluation": (
-        "evaluate", {"method": EXACT}, {**malformed.wrong_numbers(REPORTS, "loss"), **malformed.wrong_notes()}
+        "evaluate", {"method": EXACT},
+        {**malformed.wrong_numbers(REPORTS, "loss"), **malformed.wrong_notes()}
     ),
     "an answer to a question": (
         "query.ask",
@@ -144,19 +149,17 @@ KINDS = {
         {**malformed.wrong_arrays("kept", "head.bias"), **malformed.wrong_notes()},
     ),
 }  # fmt: skip
-# Of arrays whose shape the server does not know, only those that differ from most others can be
-# left out.
+# Among arrays of unknown shape, only those that differ from most others can be left out.
 OF_OTHER_SHAPES = {
-    "flat", "empty", "without axes", "one axis more", "thirty axes", "half precision", "truth values", "complex",
+    "flat", "empty", "without axes", "one axis more", "thirty axes", "half precision",
+    "truth values", "complex",
     "one array more", "one array less", "no arrays", "a thousand arrays more",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", KINDS)
 def test_every_malformed_answer_is_refused_in_one_readable_line(what, folder, monkeypatch):
-    """The server's own functions read the messages, which are sent as bytes; an answer of client 1
-    is spoiled.
-    """
+    """The server's own functions read messages as bytes; an answer of client 1 is malformed."""
     kind, sections, faults = KINDS[what]
     heard = []
 
@@ -194,7 +197,8 @@ def test_every_malformed_answer_is_refused_in_one_readable_line(what, folder, mo
 
 
 REASONS = {
-    ("an update", "update: torch"): "answered with head.bias written as torch.Tensor; valid: numpy.ndarray",
+    ("an update", "update: torch"):
+        "answered with head.bias written as torch.Tensor; valid: numpy.ndarray",
     ("an update", "update: text, declared as numbers"): (
         "answered with head.bias whose bytes are not the (10,) torch.float64 that it declares"
     ),
@@ -217,8 +221,10 @@ REASONS = {
         "to 1"
     ),
     ("a later evaluation", "loss as NaN"): "answered with nan as train loss",
-    ("an answer to a question", "a form that is no JSON"): "answered in a form that cannot be read: {",
-    ("an answer to a question", "answer: one axis more"): "answered in another form than the others",
+    ("an answer to a question", "a form that is no JSON"):
+        "answered in a form that cannot be read: {",
+    ("an answer to a question", "answer: one axis more"):
+        "answered in another form than the others",
     ("an answer to a question", "a form with an unknown tensor"): (
         'answered in a form that does not fit its arrays: {"tensor": "99"}'
     ),
@@ -266,7 +272,7 @@ def test_an_accuracy_of_one_is_in_the_range():
 
 @pytest.mark.parametrize("kind", ["train", "evaluate.models", "evaluate"])
 def test_what_nobody_asked_for_is_left_out_and_the_rest_is_used(kind, folder, caplog):
-    """The first client's names count most: all columns are made from its answer."""
+    """The names of the first client matter most: all columns are made from its answer."""
     record = {"evaluate.models": "global.test"}.get(kind, REPORTS)
     faults = {
         name: malformed.in_numbers(record, **more) for name, more in malformed.UNDECLARED.items()
@@ -283,15 +289,13 @@ def test_what_nobody_asked_for_is_left_out_and_the_rest_is_used(kind, folder, ca
     run_on_loop(path, own_nodes(folder), folder / "honest")
     for file in ("metrics.jsonl", "rounds.jsonl", "model.safetensors"):
         assert (folder / "out" / file).read_bytes() == (folder / "honest" / file).read_bytes()
-    said = [r.getMessage() for r in caplog.records if "nobody asked for" in r.getMessage()]
+    said = [r.getMessage() for r in caplog.records if "was not requested" in r.getMessage()]
     assert len(said) == len(plan)
     assert all(line.isprintable() and len(line) < 400 for line in said)
 
 
 def test_a_client_that_is_missing_from_one_of_two_evaluations_has_no_row(folder):
-    """The global and the personal model are evaluated one after the other if kept parts are
-    averaged.
-    """
+    """With averaged kept parts, global and personal models are evaluated one after the other."""
     path = write_experiment(
         folder, method="fedper", training={"rounds": 2, **QUICK}, evaluation={"average_kept": True}
     )
@@ -411,7 +415,7 @@ def test_those_that_most_clients_agree_with_are_kept():
 
 
 def test_no_malformed_answer_takes_much_memory():
-    """The largest message of the catalogue has 10 MB; nothing that it declares is allocated."""
+    """The largest message of the catalogue has 10 MB; what it declares is not allocated."""
     expected = {"head.bias": torch.zeros(10, dtype=torch.float64)}
     schema = Schema(client=1, round=0, trees={"update": expected}, open_trees=("upload.c",))
     contents = []
@@ -457,7 +461,7 @@ def lying(faults):
 
 
 class Joining(LoopGrid):
-    """A grid that strangers join after so many messages of training."""
+    """A grid that uninvited clients join after a number of training messages."""
 
     def __init__(self, *args, strangers, after, **kwargs):
         super().__init__(*args, **kwargs)
@@ -564,7 +568,7 @@ def test_too_few_clients_that_fit_are_an_error_that_names_the_others(folder):
 
 
 def test_sizes_stay_what_they_were_at_registration(folder, caplog):
-    """A node that returns with more samples has the weight it registered with."""
+    """A node that returns with more samples keeps its registered weight."""
     path = write_experiment(folder, training={"rounds": 4, **QUICK}, flower={"timeout": 0.3})
     described = []
 
@@ -589,14 +593,14 @@ def test_sizes_stay_what_they_were_at_registration(folder, caplog):
     assert len(described) == 2
     assert run.trainer.engine.roster.known[1].sizes["train"] < 100
     assert list(run.trainer.rounds)[-1]["cohort"] == 4
-    assert "client 1 now has other sizes; those that it registered with stay" in caplog.text
+    assert "client 1 now has other sizes; its registered sizes are kept" in caplog.text
 
 
 # ---- strangers that do not answer what everyone is asked -----------------------------------------
 
 
 def speechless(client):
-    """Have a client answer all evaluations for the method with a list."""
+    """Make a client answer all evaluations for the method with a list."""
     lie = malformed.answering(malformed.in_numbers(REPORTS, loss=[1.0]))
 
     def tamper(node, message, reply):
@@ -706,9 +710,7 @@ def test_a_message_that_flower_cannot_read_is_left_out_by_name(folder):
     path = write_experiment(folder, training={"rounds": 2, **QUICK})
 
     class Garbled(LoopGrid):
-        """Raises, as Flower does, whenever the answer of client 1 in round 1 is among those that
-        are asked for.
-        """
+        """Raises, like Flower, if the answer of client 1 in round 1 is among the requested."""
 
         def pull_messages(self, message_ids):
             for id_ in message_ids:
@@ -811,7 +813,7 @@ def test_a_client_that_claims_a_billion_samples_has_the_largest_share_and_no_mor
     others = [0, 1, 3]
     sizes = np.array([engine.roster.known[client].sizes["train"] for client in others])
     assert priors[0.4][others].tolist() == pytest.approx((0.6 * sizes / sizes.sum()).tolist())
-    # The bound changes the result, so a run is resumed with the same one only.
+    # The bound changes the result, so a run can be resumed only with the same one.
     other = write_experiment(folder, training={"rounds": 1, **QUICK}, flower={"max_share": 0.5})
     with pytest.raises(InputError, match="flower.max_share is 0.4 there and 0.5 here"):
         run_on_loop(other, own_nodes(folder), folder / "out0.4")
@@ -833,7 +835,7 @@ def test_bounds_are_checked(setting, says):
 
 
 def test_numbers_of_clients_that_are_held_out_are_checked_too(folder):
-    """An unseen client can falsify the results of unseen clients only within the range of accuracy."""
+    """An unseen client can falsify results of unseen clients only within the metric's range."""
     path = write_experiment(folder, training={"rounds": 2, **QUICK})
     nodes = own_nodes(folder)
     nodes[2]["unseen"] = True

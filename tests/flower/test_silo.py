@@ -1,4 +1,4 @@
-"""Where a client's data come from, and what the server learns of them."""
+"""Where a client's data come from, and what the server gets to know."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_a_client_has_one_number_for_good(node, number):
 @pytest.mark.parametrize(
     ("node", "says"),
     [
-        ({}, "does not say which client this is"),
-        ({"data": "/srv/clinic"}, "does not say which client this is"),
+        ({}, "has no client number"),
+        ({"data": "/srv/clinic"}, "has no client number"),
         (
             {"client": -1},
             "client in the node's configuration must be a whole number from 0, got -1",
@@ -71,7 +71,7 @@ def test_a_silo_has_the_splits_it_has_among_all_others(folder):
 
 
 def own_federation(node):
-    """What a user might write: the client's own data, from wherever."""
+    """A user-defined function that returns the client's own data."""
     together = load("silos", root=node["where"], classes=10)
     client = node["client"]
     rows = {s: together.split(s).of(client) for s in ("train", "val", "test")}
@@ -108,7 +108,7 @@ def test_a_function_a_directory_and_a_shared_source_give_the_same_run(folder):
 
 def test_a_node_must_hold_one_client():
     with pytest.raises(
-        InputError, match="must hold one client, its own; federation 'digits' has 22"
+        InputError, match="must have exactly one client; federation 'digits' has 22"
     ):
         placed(load("digits"), 3)
 
@@ -116,7 +116,7 @@ def test_a_node_must_hold_one_client():
 def test_a_directory_needs_an_experiment_on_silos(tmp_path, folder):
     path = write_experiment(tmp_path, data={"name": "digits"})
     path.write_text("data: digits\n")
-    with pytest.raises(InputError, match="experiment's data are 'digits'; write data: silos"):
+    with pytest.raises(InputError, match="experiment's data are 'digits'; valid: data: silos"):
         open_silo(path, {}, own_nodes(folder)[0])
 
 
@@ -146,7 +146,8 @@ def test_a_left_out_group_of_a_shared_source_is_evaluated_as_in_one_process(fold
 def test_leaving_out_a_group_of_directories_is_refused(folder):
     path = write_experiment(folder, data={"leave_out": "plain"})
     with pytest.raises(
-        InputError, match="data.leave_out='plain' is not applied to data that nodes have"
+        InputError,
+        match="data.leave_out='plain' is not applied to data in the nodes' own directories",
     ):
         open_silo(path, {}, own_nodes(folder)[0])
 
@@ -184,11 +185,12 @@ def test_the_roster_keeps_numbers_and_puts_new_groups_last():
     [
         (
             {"shape": (1, 28, 28)},
-            r"client 2 \(plain 3\) has shape \(1, 28, 28\), client 0 .* \(1, 8, 8\); they must agree",
+            r"client 2 \(plain 3\) has shape \(1, 28, 28\), client 0 .* \(1, 8, 8\); they must "
+            "agree",
         ),
         (
             {"outputs": 9},
-            "client 2 .* has outputs 9, client 0 .* 10; they must agree; say data.classes",
+            "client 2 .* has outputs 9, client 0 .* 10; they must agree; set data.classes",
         ),
         ({"task": "regression"}, "has task 'regression', client 0"),
     ],
@@ -210,9 +212,7 @@ def test_a_roster_survives_on_disk_in_the_order_clients_came(tmp_path):
 
 
 def test_central_is_refused():
-    with pytest.raises(
-        InputError, match="'central' puts all data in one place, but on Flower they stay"
-    ):
+    with pytest.raises(InputError, match="'central' pools all data, but on Flower they stay"):
         Roster("x", {0: said(0)}).pooled()
 
 

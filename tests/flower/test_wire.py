@@ -1,4 +1,4 @@
-"""What crosses is what was sent, bit for bit, and hardly more of it."""
+"""Messages arrive bit for bit, with little overhead."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from equipoise.tree import digest
 from tests.flower.loop import through_bytes
 
 DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.float8_e4m3fn, torch.float8_e5m2,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64,
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Methods around methods give the same numbers in one process and by messages."""
+"""Wrapped methods give the same numbers in one process and by messages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A small federation for real processes: four silos, an experiment and its app; and what a run must
-come to.
-"""
+"""A small federation for real processes: four silos, an experiment, its app and its result."""
 
 from __future__ import annotations
 
@@ -17,11 +15,10 @@ from tests.flower.loop import own_nodes, run_on_loop, write_experiment, write_si
 from tests.run.small import rows_of
 
 TOLERANCE = 1e-9
-# Far more than an exchange takes on an idle machine, where it is six to ten seconds.
+# Far more than an exchange takes on an idle machine (six to ten seconds).
 PATIENCE = 600
 OWN = Path(__file__).with_name("own_methods.py")
-# The app as it is written, with methods of the user's own, and a client that can be told to send
-# NaN.
+# The generated app, with user-defined methods, and a client that can be made to send NaN.
 SABOTAGE = """
 import own_methods
 from equipoise.flower.wire import from_record, to_record
@@ -63,7 +60,7 @@ def world(folder, **sections):
 
 
 def replayed(path, folder, rows):
-    """Run in this process with exactly those clients left out that were left out there."""
+    """Run in this process without the clients that were left out there."""
     gone = {(row["round"] - 1, int(client)) for row in rows for client in row.get("left_out", {})}
 
     def tamper(node, message, reply):

@@ -1,4 +1,4 @@
-"""What the fuzz tests try: each suite draws one case and uses it as a user would."""
+"""The cases of the fuzz tests: each suite draws one case and uses it as a user would."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ ODD: st.SearchStrategy[Any] = st.recursive(
 
 
 def spoiled(draw: Draw, given: Any) -> Any:
-    """Replace one value somewhere inside by an odd one, or give a mapping another key."""
+    """Replace one nested value by an odd one, or add a key to a mapping."""
     if isinstance(given, dict) and given and draw(st.integers(0, 5)):
         key = draw(st.sampled_from(sorted(given, key=str)))
         return {**given, key: spoiled(draw, given[key])}
@@ -103,7 +103,7 @@ def spoiled(draw: Draw, given: Any) -> Any:
 
 
 def damaged(draw: Draw, content: bytes) -> bytes:
-    """Change, insert, drop or cut off bytes."""
+    """Change, insert, drop or truncate bytes."""
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.integers(0, len(content)))
         piece = draw(

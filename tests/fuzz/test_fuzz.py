@@ -1,5 +1,6 @@
-"""Odd configurations, arrays and files end in one line or in a result, soon and in little memory;
-cases are the same each time.
+"""Odd configurations, arrays and files end in one line or a result, with little time and memory.
+
+Cases are the same in every run.
 """
 
 from __future__ import annotations
@@ -24,9 +25,7 @@ ALL = 20_000
 
 
 def fuzz(suite, folder, cases):
-    """Try cases of a suite; return how many there were, how many were refused, and what else has
-    happened.
-    """
+    """Try cases of a suite; return their number, how many were refused, and other outcomes."""
     tried, refused = 0, 0
     wrong = {}
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -50,7 +49,7 @@ def fuzz(suite, folder, cases):
         except (InputError, RunError):
             refused += 1
         except Exception as error:
-            # One of each kind is enough, and the others are tried all the same.
+            # One of each kind is reported, and all are tried.
             place = traceback.extract_tb(error.__traceback__)[-1]
             wrong.setdefault(
                 (type(error).__name__, place.filename, place.lineno), traceback.format_exc()

@@ -1,6 +1,4 @@
-"""Rounds of the methods whose features and heads go separate ways, and what their clients end up
-with.
-"""
+"""Rounds of methods that treat features and heads differently, and their personal models."""
 
 from __future__ import annotations
 
@@ -19,16 +17,14 @@ LR = 0.1
 
 
 def played(method, module, cohorts=COHORTS, *, chunk=3, **how):
-    """Play rounds of a method, by name or put together, with the settings of
-    ``tests/engine/five_clients.py``.
-    """
+    """Run rounds of a method with the settings of ``tests/engine/five_clients.py``."""
     how = {"batch_size": BATCH, "optimizer": Sgd(lr=LR, momentum=0.9), **how}
     method = build(method) if isinstance(method, str) else method
     return play(method, images(sizes=SIZES), module, cohorts, chunk=chunk, seed=SEED, **how)
 
 
 def personal_models(found, method, clients):
-    """The whole personal model of every client, as evaluation sees it after the last round."""
+    """The whole personal model of every client, as in evaluation after the last round."""
     personal = Personal(method, (), len(found.updates))
     still, own = found.engine.personal_models(found.model, personal, np.array(clients))
     return {
@@ -37,8 +33,6 @@ def personal_models(found, method, clients):
 
 
 def adapt_by_hand(module, turns, client, rounds):
-    """Let a client make a module its own after so many rounds, with the random numbers meant for
-    that.
-    """
+    """Adapt a module to a client after some rounds, with the random numbers of adaptation."""
     key = fold(fold(SEED, rounds - 1, Purpose.ADAPT), client)
     train_by_hand([module], turns, *held_by(images(sizes=SIZES), client), key, interleaved=False)

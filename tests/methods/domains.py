@@ -1,4 +1,4 @@
-"""Clients with laws of their own and validation data, and their local step in NumPy."""
+"""Clients with different laws and validation data, and their local step in NumPy."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ TRAINING = {"batch_size": 100, "epochs": 1, "optimizer": Sgd(lr=LR)}
 
 
 def regression():
-    """Four clients of unlike sizes, each with training and validation samples."""
+    """Four clients of different sizes, each with training and validation samples."""
     return random_regression([12, 20, 9, 15], seed=4, splits=(0.6, 0.4, 0.0))
 
 
 def first_weights():
-    """The weights that ``linear()`` begins with."""
+    """The initial weights of ``linear()``."""
     return linear().head.weight.detach().numpy()[0].copy()
 
 
@@ -39,7 +39,7 @@ def local_step(federation, client, w):
 
 
 def adjusted_by_hand(a, gap, step):
-    """Eq. of GA in NumPy, for clients that all have a gap."""
+    """The equation of GA in NumPy, for clients that all have a gap."""
     deviation = gap - gap.mean()
     raised = np.clip(a + step * deviation / np.abs(deviation).max(), 0, 1)
     return a.sum() * raised / raised.sum()

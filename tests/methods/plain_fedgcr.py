@@ -1,6 +1,6 @@
-"""FedGCR written as plainly as possible: one client, one image, one cluster after the other.
+"""FedGCR as plainly as possible: one client, one image, one cluster after the other.
 
-It shares nothing with the library but the model's layers and the definition of the random numbers.
+It shares only the model's layers and the definition of the random numbers with the library.
 """
 
 from __future__ import annotations
@@ -51,9 +51,7 @@ def representation(module, x, y):
 
 
 def best_partition(points, number):
-    """The division into so many clusters with the least sum of squares, by trying all; numbered by
-    first points.
-    """
+    """The clustering with the smallest sum of squares, by trying all; numbered by first points."""
     number = min(number, len(points))
 
     def spread(labels):
@@ -70,7 +68,7 @@ def best_partition(points, number):
 
 
 def with_numbers_of_before(labels, points, last, number):
-    """Number clusters like the nearest of the round before, by trying all assignments."""
+    """Number clusters like the nearest of the previous round, by trying all assignments."""
     means = [
         torch.stack([p for p, own in zip(points, labels, strict=True) if own == t]).mean(0)
         for t in range(max(labels) + 1)
@@ -91,7 +89,7 @@ def with_numbers_of_before(labels, points, last, number):
 def rounds_by_hand(
     module, federation, cohorts, *, seed, lr, batch, clusters, cosine, received, reweighted=True
 ):
-    """Play one round a cohort; gives the last model, and clusters, h̃ and weights of every round."""
+    """Run one round per cohort; return the last model, and clusters, h̃ and weights by round."""
     module = with_plain_dropout(module)
     own_model, own_h, number, last, told = {}, {}, {}, {}, []
     for round_, cohort in enumerate(cohorts):

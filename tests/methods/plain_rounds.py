@@ -1,6 +1,4 @@
-"""Rounds as plain PyTorch loops, one client after the other, and digits whose clients hold few
-classes.
-"""
+"""Rounds as plain PyTorch loops, one client after the other, and digits with label skew."""
 
 from __future__ import annotations
 
@@ -22,9 +20,9 @@ from tests.engine.federations import images
 from tests.rounds import play
 
 SIZES = [7, 12, 5, 20]
-# Clients 0 and 2 take part three times, the others miss a round.
+# Clients 0 and 2 take part three times; the others miss a round.
 COHORTS = [[0, 1, 2], [0, 2, 3], [0, 1, 2, 3]]
-# Every step sees all samples of a client.
+# Every step uses all samples of a client.
 FULL_BATCHES = {"batch_size": 64, "steps": 3, "optimizer": Sgd(lr=0.1)}
 
 
@@ -34,7 +32,7 @@ def federation():
 
 
 def smooth_model():
-    """A model without kinks, so that rounding cannot change a branch."""
+    """A smooth model, so that rounding cannot change a branch."""
     torch.manual_seed(6)
     return Model(nn.Sequential(nn.Flatten(), nn.Linear(50, 6), nn.Tanh()), nn.Linear(6, 4)).double()
 
@@ -95,9 +93,7 @@ def skewed_digits(seed):
 
 @cache
 def on_digits(name, seed, rounds=8, **options):
-    """Play rounds with five local epochs, and return them with the mean training loss of the model
-    handed out.
-    """
+    """Run rounds with five local epochs; return them and the final model's mean training loss."""
     digits = skewed_digits(seed)
     module = build_model("mlp", shape=digits.shape, classes=10, hidden=(32,), seed=seed)
     method = build(name, weights="size", **options)

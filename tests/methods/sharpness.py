@@ -14,9 +14,7 @@ from tests.engine.five_clients import SEED, SIZES
 
 
 def by_hand(module, federation, cohorts, *, rho, eta=None, weights=SIZES):
-    """Sharpness-aware steps in plain PyTorch: the parameters are moved, and put back before the
-    step.
-    """
+    """Sharpness-aware steps in plain PyTorch: parameters are perturbed and then restored."""
     for round_, cohort in enumerate(cohorts):
         sent = []
         for client in cohort:

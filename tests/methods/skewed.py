@@ -12,17 +12,13 @@ from equipoise.run.evaluation import Evaluation
 
 @cache
 def digits(seed=0):
-    """Twenty clients with most of their samples in one or two classes; four of them are held out of
-    training.
-    """
+    """Twenty clients with most samples in one or two classes; four are held out of training."""
     skew = {"name": "dirichlet", "clients": 20, "beta": 0.1, "min_samples": 20}
     return load("digits", partition=skew, imbalance=None, unseen=4, seed=seed)
 
 
 def scores(method, *, rounds=10, average_kept=False):
-    """The mean accuracy over clients: of the global and of personal models, on clients that trained
-    and on new ones.
-    """
+    """The mean accuracy over clients: global and personal models, on seen and new clients."""
     run = train(
         digits(),
         method=method,

@@ -1,6 +1,4 @@
-"""AFL: both players' steps in plain Python, the mean iterate, partial cohorts, and the game's
-solution.
-"""
+"""AFL: both players' steps in plain Python, the mean iterate, partial cohorts, the solution."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def project(values):
 
 
 def rounds_by_hand(cohorts, *, start, weights, ascent):
-    """Both players' steps for F_k(w) = (w - t_k)²; gives all w and the last λ."""
+    """Both players' steps for F_k(w) = (w - t_k)²; return all w and the last λ."""
     w, path = start, []
     for cohort in cohorts:
         losses = {k: (w - TARGETS[k]) ** 2 for k in cohort}
@@ -87,12 +85,12 @@ def test_unseen_clients_have_no_weight_and_ids_are_found():
 
 
 def test_a_cohort_without_weight_leaves_the_model_but_is_heard():
-    # After round 1 all the weight is on client 0, far away; client 1 alone then moves nothing.
+    # After round 1 all weight is on client 0, far away; client 1 alone then changes nothing.
     federation = targets(10.0, 0.0)
     played = play(build("afl", ascent=1.0), federation, scalar(0.0), [[0, 1], [1], [1]], **HOW)
     assert played.states[1].server["clients"]["weight"].tolist() == [1.0, 0.0]
     assert weight(played.states[2].model) == weight(played.states[1].model) == pytest.approx(1.0)
-    # It reports a loss of 1, raised by K/|S| = 2: Π(1, 2) = (0, 1).
+    # It reports a loss of 1, multiplied by K/|S| = 2: Π(1, 2) = (0, 1).
     assert played.states[2].server["clients"]["weight"].tolist() == pytest.approx([0.0, 1.0])
     assert weight(played.states[3].model) == pytest.approx(0.8)
 
@@ -126,9 +124,7 @@ def test_the_weights_stay_on_the_simplex():
 
 
 def test_play_ends_at_the_saddle_point():
-    """min_w max_k (w - t_k)² is where the two farthest targets are equally far: w = 1, λ = ½ on
-    each of them.
-    """
+    """min_w max_k (w - t_k)² has the two extreme targets equally far: w = 1, λ = ½ each."""
     how = {"steps": 1, "optimizer": Sgd(lr=0.02)}
     played = play(
         build("afl", ascent=0.01), targets(*TARGETS), scalar(0.0), [[0, 1, 2]] * 1500, **how

@@ -1,6 +1,4 @@
-"""BGP: both algorithms against plain PyTorch, its limits and ablations, what is aligned, and
-digits.
-"""
+"""BGP: both algorithms against plain PyTorch, limits and ablations, alignment, and digits."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ MODELS = pytest.mark.parametrize("make", [mlp, normalised], ids=["mlp", "bn"])
 
 
 def coral_by_hand(one, other, form):
-    """CORAL of two batches ``[samples, d]`` with PyTorch's own covariance, which one sample does
-    not have.
-    """
+    """CORAL of two batches ``[samples, d]`` with PyTorch's covariance, undefined for one sample."""
     several, d = len(one) > 1, one.shape[1]
     difference = (
         torch.cov(one.T) - torch.cov(other.T) if several else torch.zeros(d, d, dtype=one.dtype)
@@ -165,9 +161,7 @@ def test_without_alignment_it_is_plain_training_on_twice_the_batches(optimizer, 
 
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_only_meta_learning_with_halves_is_per_fedavg(chunk):
-    """Halves of a batch of 8 are two batches of 4, where every client holds a multiple of 8
-    samples.
-    """
+    """Halves of a batch of 8 are two batches of 4, if all sizes are multiples of 8."""
     federation = images(sizes=[16, 8, 24])
 
     def trained(method, batch_size):
@@ -205,9 +199,7 @@ class Paced(FedAvg):
 
 @pytest.mark.parametrize("chunk", [1, 2])
 def test_the_step_that_is_taken_back_is_as_long_as_the_learning_rate(chunk):
-    """With f the mean squared error: w − η ∇f₂(w − η ∇f₁(w)), with η of the round and of the
-    client.
-    """
+    """With f the mean squared error: w − η ∇f₂(w − η ∇f₁(w)), with η of the round and client."""
     federation = random_regression([6, 8])
     method = build("bgp", align=0.0, restore=True, aggregation=Paced())
     schedule = Schedule(kind="exponential", decay=0.5)
@@ -241,9 +233,7 @@ def test_the_step_that_is_taken_back_is_as_long_as_the_learning_rate(chunk):
 
 
 class Prompted(Model):
-    """A stand-in for a model with text prompts: it aligns one row a class, made from its parameters
-    alone.
-    """
+    """A model like one with text prompts: it aligns one row per class, made from its parameters."""
 
     aligned_rows = "classes"
 
@@ -258,7 +248,7 @@ class Prompted(Model):
 
 @CHUNKS
 def test_a_model_may_say_that_rows_are_classes(chunk):
-    """All four rows count in every batch, however few samples it has."""
+    """All four rows are used in every batch, however few samples it has."""
 
     def train(model, x, y, key):
         own, received = copy.deepcopy(model), copy.deepcopy(model)
@@ -300,7 +290,7 @@ def test_rows_that_are_not_one_vector_a_sample_are_refused(rows):
 
 
 def test_a_received_model_as_it_is_costs_nothing():
-    """Without dropout and BatchNorm the first aligned step of a round starts at a distance of zero."""
+    """Without dropout and BatchNorm the first aligned step of a round has a distance of zero."""
     how = {"steps": 1, "optimizer": Sgd(lr=0.1)}
     aligned = played(build("bgp", align=5.0, meta=False), mlp(), [EVERYONE], **how)
     plain = played("fedavg", mlp(), [EVERYONE], **how)
@@ -311,7 +301,7 @@ def test_a_received_model_as_it_is_costs_nothing():
 
 
 def digits(seed):
-    """Four clients, each with a style of its own."""
+    """Four clients, each with a different style."""
     partition = {"name": "group", "imbalance": 1, "clients_per_group": [1] * 5}
     return load(
         "digits",
@@ -324,9 +314,7 @@ def digits(seed):
 
 
 def on_digits(method, seed, epochs, rounds=8):
-    """Local models' accuracy on their own validation data and distance from the received model,
-    over the last rounds.
-    """
+    """Local models' validation accuracy and distance from the received model, last rounds."""
     federation = digits(seed)
     module = build_model("mlp", shape=federation.shape, classes=10, seed=seed)
     how = {"batch_size": 16, "epochs": epochs, "optimizer": Sgd(lr=0.1), "precision": "float32"}
@@ -352,9 +340,10 @@ def on_digits(method, seed, epochs, rounds=8):
 def test_local_models_stay_nearer_to_the_received_one_and_fit_their_clients_better_than_fedavg(
     seed,
 ):
-    """Table 13 says that BGP fits clients better than FedAvg; on digits that is because it makes
-    twice as many steps.
-    FedAvg with as many steps fits them equally well, and its features move further away.
+    """On digits, BGP fits clients better than FedAvg because it makes twice as many steps.
+
+    Table 13 reports the better fit. FedAvg with as many steps fits clients equally well, and its
+    features move further away.
     """
     (fedavg, _), (as_many_steps, far), (ours, near), (_, nearest) = (
         on_digits(build(**method), seed, epochs)
@@ -376,7 +365,7 @@ def test_local_models_stay_nearer_to_the_received_one_and_fit_their_clients_bett
     [
         ({"align": -1.0}, r"bgp\.align must be a finite number of at least 0, got -1\.0"),
         ({"alignment": "mmd"}, r"unknown value 'mmd' in bgp\.alignment"),
-        ({"restore": True, "meta": False}, r"bgp\.restore is about pairs of steps"),
+        ({"restore": True, "meta": False}, r"bgp\.restore needs pairs of steps"),
         ({"restore": "yes"}, r"bgp\.restore must be"),
     ],
 )

@@ -1,6 +1,4 @@
-"""Client2Vec: its three uses by hand, around plain hosts and around every method, and what is
-refused.
-"""
+"""Client2Vec: its three uses by hand, around plain hosts and every method, and refusals."""
 
 from __future__ import annotations
 
@@ -93,9 +91,7 @@ def after(method, state, cohort):
 
 
 def test_probabilities_are_those_of_eq_1(path):
-    """One of three clients that may be drawn; the fourth took part the round before, and is left
-    out.
-    """
+    """One of three clients is drawn; the fourth took part in the previous round."""
     method = build("client2vec", uses=["sampling"], index=path, tau=0.3)
     state = after(method, begun(method), [1])
     drawn = np.array([method.sampler.select(state, candidates(key), 1)[0] for key in range(4000)])
@@ -107,7 +103,7 @@ def test_probabilities_are_those_of_eq_1(path):
 
 
 def test_large_clients_of_the_round_before_count_more(path):
-    """Similarity is weighted by the number of samples, and only the round before counts."""
+    """Similarity is weighted by the number of samples, and only the previous round is used."""
     method = build("client2vec", uses=["sampling"], index=path, tau=0.2)
     sizes = (30, 1, 4, 1, 7, 7)
     random_index(6).write(path)
@@ -119,8 +115,8 @@ def test_large_clients_of_the_round_before_count_more(path):
     odds = np.array(
         [math.exp(to_cohort(random_index(6), [0, 1], sizes, i) / 0.2) for i in range(6)]
     )
-    # 6 / (2 · 2) = 1.5 rounds: those of the round before are left out, and client 5 may be drawn
-    # again.
+    # 6 / (2 · 2) = 1.5 rounds: the clients of the previous round are left out, and client 5 may be
+    # drawn again.
     odds[[0, 1]] = 0
     np.testing.assert_allclose(np.bincount(drawn, minlength=6) / 4000, odds / odds.sum(), atol=0.03)
 
@@ -162,7 +158,7 @@ def trainer(method, data, module, *, rounds=2, chunk=10, cohort=6):
 
 
 def test_nobody_is_drawn_twice_within_the_ban():
-    """Ten clients, two a round: 10 / (2 · 2) = 2.5, so a client rests for two rounds."""
+    """Ten clients, two per round: 10 / (2 · 2) = 2.5, so a client pauses for two rounds."""
     run = trainer(
         build("client2vec", uses=["sampling"]), images(), batchnorm(), rounds=12, cohort=2
     )
@@ -378,7 +374,7 @@ def test_without_a_file_the_index_is_the_mean_of_z_and_of_labels():
 
 
 def asked_for(**options):
-    """The index that clients are asked for, as the server keeps it."""
+    """The index that clients send, as stored by the server."""
     method = build("client2vec", uses=["sampling"], **options)
     return play(method, federation(), smooth_model(), [[0, 1]], **FULL_BATCHES)
 
@@ -419,9 +415,7 @@ def test_a_noised_index_is_released_once():
 
 
 def test_noise_is_for_an_index_that_is_asked_for(path):
-    with pytest.raises(
-        InputError, match="client2vec.clip is for an index that clients are asked for"
-    ):
+    with pytest.raises(InputError, match="client2vec.clip is for an index that clients send"):
         build("client2vec", index=path, clip=1.0)
     with pytest.raises(
         InputError,
@@ -493,15 +487,13 @@ HOSTS = sorted(set(names()) - NO_HOSTS)
 
 
 def assert_every_use_matters(host):
-    """Each use alone and all together: other parameters than the host's, the same however clients
-    are stacked.
-    """
+    """Each use alone and all together change the host's parameters, however clients are stacked."""
     plain = trainer(build(host), *fitting(host))
     plain.run()
     for uses in (*((use,) for use in USES), USES):
         if "aggregation" in uses and host in IGNORING:
             with pytest.raises(
-                InputError, match=f"aggregation changes the weights that '{host}' begins with"
+                InputError, match=f"prior weights of clients, which '{host}' does not use"
             ):
                 build("client2vec", host=host, uses=uses)
             continue
@@ -536,9 +528,7 @@ def test_some_methods_have_nothing_to_wrap(host, use):
 
 @pytest.mark.parametrize("name", sorted(set(names()) - {"central"}))
 def test_aggregations_say_whether_the_prior_matters(name):
-    """With other weights the model is another one, unless the aggregation says that they do not
-    matter.
-    """
+    """Other weights give another model, unless the aggregation declares that it ignores them."""
     method = build(name)
     models = []
     for power in (1.0, 3.0):
@@ -575,7 +565,7 @@ def test_aggregations_say_whether_the_prior_matters(name):
         ),
         (
             {"width": 3},
-            "client2vec.width and client2vec.digest belong to client2vec.index, which is missing",
+            "client2vec.width and client2vec.digest need client2vec.index, which is not set",
         ),
     ],
 )

@@ -1,6 +1,4 @@
-"""Ditto: both models' steps by hand, what anchors the personal one, its limits, and what stays with
-the client.
-"""
+"""Ditto: both models' steps by hand, the anchor of the personal one, limits, and memory."""
 
 from __future__ import annotations
 
@@ -57,8 +55,8 @@ def test_rounds_equal_the_papers_algorithm(lam, chunk):
 
 
 def test_long_training_ends_between_the_clients_optimum_and_the_received_model():
-    # v minimises (v - t)² + λ/2 (v - w)² at (2t + λw)/(2 + λ), with w received, though the client's
-    # copy ends at t.
+    # v minimises (v - t)² + λ/2 (v - w)² at (2t + λw)/(2 + λ), with the received w, although the
+    # client's copy ends at t.
     played = play(
         build("ditto", lam=6.0), targets(3.0), scalar(1.0), [[0]], steps=300, optimizer=Sgd(lr=0.1)
     )
@@ -110,7 +108,7 @@ def test_personal_models_never_travel():
         assert not [name for name in updates.params if name.startswith("personal")]
         assert not updates.uploads
     assert [c.bytes_down for c in played.cohorts] == [c.bytes_down for c in plain.cohorts]
-    # Clients also report what the method adds to the loss.
+    # Clients also report the terms that the method adds to the loss.
     assert [c.bytes_up - 8 * len(c.ids) for c in played.cohorts] == [
         c.bytes_up for c in plain.cohorts
     ]

@@ -1,4 +1,4 @@
-"""The losses of DSA-IGN by hand and in rounds, stacked clients, and the index it makes of digits."""
+"""The losses of DSA-IGN by hand and in rounds, stacked clients, and the index of digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedAvg: the weighted mean, whom it averages, and how clients are chosen."""
+"""FedAvg: the weighted mean, which clients it averages, and how they are sampled."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_single_numbers_and_masks_are_averaged():
         "mask": torch.tensor([[0.0, -torch.inf]] * 3),
     }
     mixed = mix_tree(stacked, torch.tensor([0.25, 0.75, 0.0]))
-    # 1/4 · 1 + 3/4 · 3; and the client that does not count takes nothing from the mask.
+    # 1/4 · 1 + 3/4 · 3; a client with weight zero takes nothing from the mask.
     assert mixed["temperature"].shape == ()
     assert mixed["temperature"].item() == 2.5
     assert mixed["mask"].tolist() == [0.0, -torch.inf]

@@ -1,4 +1,4 @@
-"""FedBABU: features under a head that never moves, against plain PyTorch; fine-tuning; and digits."""
+"""FedBABU: features with a fixed head against plain PyTorch, fine-tuning, and digits."""
 
 from __future__ import annotations
 

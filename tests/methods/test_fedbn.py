@@ -1,6 +1,4 @@
-"""FedBN: BatchNorm layers stay with the client, against plain PyTorch; new clients; and styles of
-digits.
-"""
+"""FedBN: BatchNorm stays with the client, against plain PyTorch; new clients; styles of digits."""
 
 from __future__ import annotations
 

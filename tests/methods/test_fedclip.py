@@ -1,6 +1,4 @@
-"""FedCLIP and PromptFL: FedAvg of an adapter or of prompts, and the contrastive loss by a plain
-loop.
-"""
+"""FedCLIP and PromptFL: FedAvg of an adapter or of prompts, and the contrastive loss by a loop."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""FedCRC: three steps against plain PyTorch, the divergence and the moving average by hand, its
-limits, and digits.
-"""
+"""FedCRC: three steps against plain PyTorch, divergence and moving average by hand, and limits."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ from tests.rounds import kept_by, linear, play, random_regression
 
 
 def own_heads(found, module):
-    """Every client's personal head, under the names of the head alone."""
+    """Every client's personal head, with the names of a plain head."""
     first = {f"personal.head.{name}": tensor for name, tensor in tensors(module.head).items()}
     heads = {client: kept_by(found, client, first) for client in EVERYONE}
     return {
@@ -89,7 +87,7 @@ def test_rounds_equal_plain_pytorch(personal_first, epochs, chunk):
 
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_each_step_moves_its_part_and_nothing_else(chunk):
-    """A round of one of the three steps leaves everything else bit for bit."""
+    """A round of one of the three steps changes nothing else, bit for bit."""
     initial, how = normalised(), {"chunk": chunk, "cohorts": [EVERYONE]}
 
     def moved(*steps):
@@ -119,7 +117,7 @@ def test_each_step_moves_its_part_and_nothing_else(chunk):
 
 
 def test_statistics_and_dropout_of_the_features_change_in_the_first_step_only():
-    """Later steps see the features as they will be used, whatever the epochs they last."""
+    """Later steps use the features as in evaluation, whatever the number of epochs."""
     module = normalised()
     module.features.append(nn.Dropout(0.5))
     short, long = (
@@ -156,9 +154,7 @@ def test_a_new_client_makes_a_personal_head_from_the_global_one():
 
 
 def two_heads(shared, own):
-    """A client whose features are the input, with two classes, a head that says ``shared`` and one
-    that says ``own``.
-    """
+    """A client whose features are the input, with two classes and fixed shared and own heads."""
     features, head = nn.Linear(1, 1, bias=False), nn.Linear(1, 2, bias=False)
     network = Network(
         Model(features, head).double(), tasks.build("classification"), dtype=torch.float64

@@ -1,4 +1,4 @@
-"""FedDyn: worked numbers, the paper's algorithm in NumPy, its fixed point, and what is evaluated."""
+"""FedDyn: worked numbers, the paper's algorithm in NumPy, its fixed point, and evaluation."""
 
 from __future__ import annotations
 
@@ -74,8 +74,7 @@ def test_rounds_equal_the_papers_algorithm(cohorts, alpha, chunk):
 
 
 def test_two_rounds_by_hand():
-    """F = (w - 3)² and (w + 1)², α = 0.5, one step of rate 0.1 from w = 1; one of two clients takes
-    part.
+    """F = (w - 3)² and (w + 1)², α = 0.5, one step of rate 0.1 from w = 1, one client per round.
 
     Round 1: gradient -4, so w_0 = 1.4; λ_0 = -0.5 · 0.4 = -0.2; h = -0.5 / 2 · 0.4 = -0.1; sent 1.4
     + 0.2 = 1.6. Round 2: gradient 2 (1.6 + 1) = 5.2, so w_1 = 1.08; λ_1 = 0.26; h = -0.1 + 0.25 ·
@@ -114,7 +113,7 @@ def test_h_is_the_mean_of_all_duals(cohorts):
 
 
 def test_clients_agree_at_the_optimum_of_the_mean():
-    """Many local steps lead to the optimum of the mean loss, where FedAvg stops elsewhere."""
+    """Many local steps lead to the optimum of the mean loss, where FedAvg ends elsewhere."""
     federation = random_regression([30, 8, 15], seed=3)
     how = {"steps": 20, "batch_size": 64, "optimizer": Sgd(lr=0.05)}
     everyone = [[0, 1, 2]] * 60
@@ -174,7 +173,7 @@ def test_nothing_but_the_model_is_sent():
         play(build(name), images(), mlp(), [range(10)] * 2, batch_size=8).cohorts
         for name in ("feddyn", "fedavg")
     )
-    # Clients also report what the method adds to the loss.
+    # Clients also report the terms that the method adds to the loss.
     assert [(c.bytes_down, c.bytes_up - 8 * len(c.ids)) for c in ours] == [
         (c.bytes_down, c.bytes_up) for c in plain
     ]

@@ -1,6 +1,4 @@
-"""FedGCR: equations by hand, rounds against a plain loop, and what clusters do when clients come,
-go and change.
-"""
+"""FedGCR: equations by hand, rounds against a plain loop, and clusters of changing clients."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ def pictures():
 
 
 def client_with(h, **about):
-    """A client of three images whose GC-Net makes the same h of all of them."""
+    """A client with three images, for which GC-Net returns the same h."""
     module = transformer("fedgc")
     with torch.no_grad():
         module.features.gcnet[2].weight.zero_()
@@ -191,7 +189,7 @@ def test_anchors_drop_nothing():
     )
     assert bool((training.features() == 0).any())
     assert not bool((training.at(tree).features() == 0).any())
-    # Both anchors are the same model, so what is left of the loss is log 2.
+    # Both anchors are the same model, so the loss is log 2.
     assert FedGC().alignment(training).tolist() == pytest.approx([math.log(2)] * 3, rel=1e-12)
 
 
@@ -245,7 +243,7 @@ def test_weights_of_extreme_losses(losses, wanted):
 
 
 def test_the_group_of_a_client_with_shares_is_a_mixture():
-    # Its group's loss is the mean of both groups' losses in these shares.
+    # Its group loss is the mean of both groups' losses with these shares.
     shares, losses = float64([[1, 0], [0, 1], [0.5, 0.5]]), float64([1, 4, 2])
     means = [(1 + 0.5 * 2) / 1.5, (4 + 0.5 * 2) / 1.5]
     raw = float64([means[0], means[1], sum(means) / 2]) ** 2
@@ -254,7 +252,7 @@ def test_the_group_of_a_client_with_shares_is_a_mixture():
 
 
 def test_given_groups_weigh_clients():
-    """Losses and groups reach the weights through combine, with β of the second round."""
+    """Losses and groups determine the weights through combine, with β of the second round."""
     cohort = SimpleNamespace(ids=np.arange(4), groups=np.array([3, 3, 7, 7]), prior=PRIOR)
     updates = Updates({"w": torch.eye(4).double()}, {}, {}, {"loss_before": LOSSES})
     method = FedGR(groups="given", delta=1.0)
@@ -280,7 +278,7 @@ def test_given_groups_weigh_clients():
 def test_rounds_equal_the_plain_loop(name, options, chunk):
     module = transformer("fedgc", dropout=0.25)
     with torch.no_grad():
-        # As initialized h is near 0 and ℓ_GC near a constant.
+        # At initialization h is close to 0 and ℓ_GC close to a constant.
         module.features.gcnet[2].weight.mul_(3)
     method = build(name, clusters=2, clustering="kmeans", **options)
     how = {"batch_size": 4, "optimizer": Sgd(lr=0.1)}
@@ -360,7 +358,7 @@ def test_class_tokens_are_asked_for_once(kind):
 
     method = build("fedavg", aggregation=Watched(clusters=2))
     played = play(method, pictures(), module, COHORTS, chunk=1, batch_size=4, optimizer=Sgd(lr=0.1))
-    # Everyone in the first round, and those of the second round, in which client 4 is new.
+    # All clients in the first round; client 4 is new in the second.
     assert sorted(asked) == sorted([4, 2, 6, 3, 4, 6, 3])
     tokens = module.stem.tokens if kind == "fedgc" else module.stem
     for client in range(5):
@@ -389,7 +387,7 @@ def test_styles_of_digits_are_found_by_class_tokens():
 
 
 def test_styles_of_digits_are_found_by_representations_of_the_received_model():
-    """Those of models that clients have trained do not show the styles: all GC-Nets differ."""
+    """Representations of trained models do not show the styles, because all GC-Nets differ."""
     federation = load("digits")
     found = {}
     for representation in ("received", "trained"):
@@ -499,7 +497,7 @@ RECEIVED = {"clusters": 2, "representation": "received"}
 
 
 def rounds_on(federations, method, module):
-    """Play one round a federation: the same clients, whose data may change; gives the states."""
+    """Run one round per federation, with the same clients and changing data; return the states."""
     engine, memory = None, {}
     states = []
     for round_, federation in enumerate(federations):
@@ -542,7 +540,7 @@ def test_shares_of_a_client_with_two_types_are_those_of_its_data():
     bright = shares[3].argmax()
     assert shares[3:6, bright].min() > 0.9
     assert shares[:3, bright].max() < 0.1
-    # Classes are not equally bright, and h is no linear function of an image.
+    # Classes have different brightness, and h is not a linear function of an image.
     assert shares[6, bright].item() == pytest.approx(0.25, abs=0.15)
 
 
@@ -585,8 +583,8 @@ def test_representations_are_clipped_and_noised_once(monkeypatch):
     noise = first.updates[0].uploads["representation"]["h"] - short
     assert float(noise.std()) == pytest.approx(0.2, rel=0.25)
     assert abs(float(torch.corrcoef(noise).fill_diagonal_(0).max())) < 0.7
-    # Neither the number of passes over a client's samples nor its chunk changes the noise; the seed
-    # does.
+    # The noise depends on the seed, but not on the number of passes over a client's samples or on
+    # its chunk.
     monkeypatch.setattr("equipoise.engine.chunking._PASS", 2)
     again = noised(chunk=1).updates[0].uploads["representation"]["h"]
     torch.testing.assert_close(again, short + noise, rtol=1e-9, atol=1e-12)
@@ -610,7 +608,7 @@ def test_noise_needs_a_length():
 
 @pytest.fixture
 def index(tmp_path):
-    """An index of five clients with other clusters than those of the images: {0, 1, 4} and {2, 3}."""
+    """An index of five clients with other clusters than the images: {0, 1, 4} and {2, 3}."""
     features = torch.tensor([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0], [0.1, 3.0], [1.0, 0.05]])
     ClientIndex(np.arange(5), features, torch.ones(5, 3)).write(tmp_path / "index")
     return str(tmp_path / "index")

@@ -1,6 +1,4 @@
-"""FedIIR: worked numbers, rounds against a plain loop with second derivatives, its limits, and what
-it aligns.
-"""
+"""FedIIR: worked numbers, rounds against a plain loop with second derivatives, and limits."""
 
 from __future__ import annotations
 
@@ -81,7 +79,8 @@ def test_one_round_by_hand():
         [2.5, 0.9], abs=1e-12
     )
     assert weight(played.states[1].model) == pytest.approx(1.7, abs=1e-12)
-    # At 1.7 the gradients are -2.6 and 5.4, mean 1.4; what was stored counts half: (1 + 1.4) / 2.
+    # At 1.7 the gradients are -2.6 and 5.4, mean 1.4; the stored value has weight 1/2: (1 + 1.4) /
+    # 2.
     assert played.states[2].server["mean_gradient"]["head.weight"].item() == pytest.approx(
         1.2, abs=1e-12
     )
@@ -113,7 +112,7 @@ def test_without_the_penalty_it_is_fedavg(make):
 
 
 def test_the_features_learn_from_the_penalty():
-    """Second derivatives: the penalty on the head's gradient moves the features too."""
+    """Second derivatives: the penalty on the head's gradient also trains the features."""
     how = {"batch_size": 64, "steps": 1, "optimizer": Sgd(lr=0.1)}
     ours, plain = (
         play(method, images(), smooth_model(), [range(10)], **how).model["features.1.weight"]

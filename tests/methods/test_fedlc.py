@@ -1,6 +1,4 @@
-"""FedLC: its loss by hand, rounds against a plain loop, absent classes, and what it does to label
-skew.
-"""
+"""FedLC: its loss by hand, rounds against a plain loop, absent classes, and label skew."""
 
 from __future__ import annotations
 
@@ -94,7 +92,7 @@ def zero_model(inputs, classes=3):
 
 
 def test_one_step_by_hand():
-    """Of logits 0, with one sample of class 0 and sixteen of class 1, and τ = 2 log 3.
+    """Logits 0, one sample of class 0 and sixteen of class 1, and τ = 2 log 3.
 
     Shifts are 2 log 3 and log 3, so the probabilities are 1/4 and 3/4, whatever the true class.
     """
@@ -113,9 +111,7 @@ def test_one_step_by_hand():
 
 
 def test_scores_of_absent_classes_are_left_alone():
-    """Cross-entropy lowers the scores of a class that a client does not have; calibrated, they
-    stay.
-    """
+    """Cross-entropy lowers the scores of absent classes; with calibration they do not change."""
     how = {"steps": 5, "batch_size": 4, "optimizer": Sgd(lr=1.0)}
     ours, plain = (
         play(build(name), one_client([0, 0, 1, 1]), zero_model(4), [[0]], **how).model[
@@ -171,9 +167,7 @@ def test_it_combines_with_any_aggregation():
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_local_models_forget_less_of_classes_they_lack_on_digits(seed):
-    """The accuracy of local models on classes that the client does not have, one round after they
-    had the same model.
-    """
+    """The accuracy of local models on classes absent from the client, after one round."""
     digits = skewed_digits(seed)
     found = {}
     for name in ("fedavg", "fedlc"):

@@ -1,4 +1,4 @@
-"""FedMGDA+: steps by hand, its limits, clients that stand still, and the descent of every client."""
+"""FedMGDA+: steps by hand, limits, clients without an update, and descent for every client."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_two_clients_by_hand():
 
 
 def test_three_clients_by_hand():
-    # (1, 0), (0, 1) and (0.6, 0.8): the third is no help, the shortest point is the middle of the
-    # first two.
+    # (1, 0), (0, 1) and (0.6, 0.8): the third has weight 0, and the shortest point is the middle of
+    # the first two.
     rows = [[2.0, 0.0], [0.0, 7.0], [0.3, 0.4]]
     assert combined(rows, epsilon=1.0, lr=0.5) == pytest.approx([0.25, 0.25], abs=1e-10)
     # At most 0.1 from a third each: the third client keeps 7/30, the others a and 23/30 - a. The
@@ -96,7 +96,7 @@ def test_sizes_and_lengths_do_not_matter():
 
 
 def test_opposite_clients_leave_the_model_where_it_is():
-    # Between 3 and -1 every step hurts one of them: the point is Pareto-stationary.
+    # Between 3 and -1 every step is worse for one client: the point is Pareto-stationary.
     played = play(
         build("fedmgda", epsilon=1.0), targets(3.0, -1.0), scalar(0.0), [[0, 1]] * 3, steps=1
     )
@@ -115,7 +115,7 @@ def test_steps_shorten_from_round_to_round():
 
 
 def test_buffers_are_averaged_with_the_mixture():
-    # Lengths 1 and 100 after normalising are alike; the mixture of (1, 0) and (0, 1) is half and
+    # Lengths 1 and 100 are equal after normalising; the mixture of (1, 0) and (0, 1) is half and
     # half.
     _, mean = combined([[1.0, 0.0], [0.0, 100.0]], epsilon=1.0, lr=50.0, buffers=[[2.0], [6.0]])
     assert mean == pytest.approx([4.0], abs=1e-9)

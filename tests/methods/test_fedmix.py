@@ -1,6 +1,4 @@
-"""FedMix: means by hand, rounds against plain PyTorch, the expansion against mixup, what is sent,
-and what is refused.
-"""
+"""FedMix: means by hand, rounds against plain PyTorch, the expansion against mixup, refusals."""
 
 from __future__ import annotations
 
@@ -89,9 +87,7 @@ def test_rounds_equal_plain_pytorch(make, chunk):
 @pytest.mark.parametrize("chunk", [1, 10])
 @pytest.mark.parametrize("fused", [True, False])
 def test_prompts_in_a_frozen_transformer_equal_plain_pytorch(fused, chunk):
-    """The derivative towards x needs second derivatives of attention, which fused attention does
-    not have.
-    """
+    """The derivative with respect to x needs second derivatives, which fused attention lacks."""
     federation = images(sizes=SIZES, shape=(1, 8, 8))
     how = {"batch_size": BATCH, "optimizer": Sgd(lr=0.1, momentum=0.9)}
     trainer = Trainer(
@@ -148,16 +144,14 @@ def test_means_are_those_of_equal_parts(number, chunk):
         .server["means"]
     )
     x, y = means_by_hand(images(sizes=SIZES), number)
-    # The smallest client holds three samples, too few for more than one mean of two or more.
+    # The smallest client holds three samples, too few for two means of two or more.
     assert len(x) == {1: 5, 3: 13}[number]
     torch.testing.assert_close(found["x"], x, rtol=0, atol=1e-12)
     torch.testing.assert_close(found["y"], y, rtol=0, atol=1e-12)
 
 
 def test_the_loss_is_that_of_mixup_up_to_second_order():
-    """Of a batch of five samples: a factor 1/5 in the last term would leave an error of first
-    order.
-    """
+    """With five samples, a factor 1/5 in the last term would leave a first-order error."""
     x, y = held_by(images(sizes=SIZES), 2)
     x, y, mean_x = x[:5], y[:5], x[5:].mean(0)
     mean_y = F.one_hot(y, 4).double().mean(0)
@@ -213,10 +207,13 @@ def test_what_cannot_be_mixed_is_refused():
     )
     with pytest.raises(
         InputError,
-        match=r"fedmix mixes labels, one class for each sample, but y holds float32 of shape \(4,\)",
+        match=r"fedmix mixes labels, one class for each sample, but y holds float32 of shape "
+        r"\(4,\)",
     ):
         equipoise.train(pictures, method="fedmix", rounds=1)
-    with pytest.raises(InputError, match="fedmix needs a client with 2 training samples or more"):
+    with pytest.raises(
+        InputError, match="fedmix needs at least one client with 2 training samples or more"
+    ):
         equipoise.train(images(sizes=[1] * 5), method="fedmix", rounds=1)
 
 

@@ -1,6 +1,4 @@
-"""FedNova against the paper's update in plain Python, and its weights of gradients against the
-paper's closed forms.
-"""
+"""FedNova against the paper's update in plain Python, and its gradient weights in closed form."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ ETA = 0.05
 
 
 def rounds_by_hand(w, *, momentum=0.0, mu=0.0, rounds=2, effective="weights"):
-    """Client k makes as many steps as it has samples; F_k(w) = (w - t_k)². ‖a‖₁ as in section 4.1
-    of the paper.
-    """
+    """Client k makes as many steps as it has samples; F_k(w) = (w - t_k)², ‖a‖₁ of section 4.1."""
     shares = [copies / sum(COPIES) for copies in COPIES]
     for _ in range(rounds):
         directions, lengths = [], []
@@ -73,9 +69,7 @@ def test_clients_that_do_the_same_work_are_averaged(momentum):
 
 
 def test_unequal_work_does_not_change_what_is_minimised():
-    """Client 1 makes nine times as many steps; the minimum of the mean of (w - 1)² and (w + 1)² is
-    0.
-    """
+    """Client 1 makes nine times as many steps; the mean of (w ± 1)² is minimal at 0."""
 
     def far(name):
         method = build(name, weights="uniform")
@@ -90,7 +84,7 @@ def test_unequal_work_does_not_change_what_is_minimised():
         return abs(weight(played.model))
 
     assert far("fedavg") > 0.7
-    # The steps of client 1 are not infinitesimal, so a little of them shows.
+    # The steps of client 1 are not infinitesimal, so a small bias remains.
     assert far("fednova") < 0.1
 
 

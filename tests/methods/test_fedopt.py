@@ -1,6 +1,4 @@
-"""Server optimizers on a problem of one weight, written out in plain Python, and what FedAvgM is
-for.
-"""
+"""Server optimizers on a problem of one weight in plain Python, and the purpose of FedAvgM."""
 
 from __future__ import annotations
 
@@ -114,8 +112,8 @@ def test_without_momentum_fedavgm_is_fedavg(variant):
 
 
 def test_a_very_large_tau_makes_adam_plain_momentum():
-    # With τ far above every Δ, √v + τ is 2τ in the first round; a rate of 2τ then steps along m
-    # itself.
+    # With τ far above every Δ, √v + τ is 2τ in the first round; a learning rate of 2τ then steps
+    # along m.
     options = {"lr": 2e6, "beta1": 0.5, "beta2": 0.99999999, "tau": 1e6}
     found = weights_over_rounds(build("fedadam", **options), 3)
     assert found == pytest.approx(momentum_by_hand("dampened", 0.5, 1.0, 3), abs=1e-6)

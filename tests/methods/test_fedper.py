@@ -1,4 +1,4 @@
-"""FedPer: joint training against plain PyTorch, whose head is whose, and digits."""
+"""FedPer: joint training against plain PyTorch, which client has which head, and digits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_rounds_equal_plain_pytorch(chunk):
 
 @pytest.mark.parametrize("method", ["fedper", "fedrep"])
 def test_the_head_never_travels(method):
-    """Both sides begin with the same head, so it need not be sent even once."""
+    """Both sides start with the same head, so it is never sent."""
     found = played(method, mlp(), [EVERYONE, EVERYONE])
     features = size_in_bytes({n: t for n, t in found.model.items() if n.startswith("features.")})
     assert [c.bytes_down for c in found.cohorts] == [len(EVERYONE) * features] * 2

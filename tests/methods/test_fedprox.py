@@ -1,4 +1,4 @@
-"""FedProx: the proximal term by hand, its limits, and what the paper claims of it."""
+"""FedProx: the proximal term by hand, its limits, and the paper's claims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedRep: head, then features, against plain PyTorch; who moves when; and digits."""
+"""FedRep: head, then features, against plain PyTorch; what is trained when; and digits."""
 
 from __future__ import annotations
 

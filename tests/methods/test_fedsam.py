@@ -32,9 +32,7 @@ def test_rounds_equal_plain_pytorch(eta, make, chunk):
 
 @pytest.mark.parametrize("chunk", [1, 2])
 def test_a_step_by_hand(chunk):
-    """The loss is (w − t)², so the step goes to w − 2 η (w + ρ sign(w − t) − t), for each client by
-    itself.
-    """
+    """The loss is (w − t)², so a client's step goes to w − 2 η (w + ρ sign(w − t) − t)."""
     how = {"steps": 1, "chunk": chunk, "optimizer": Sgd(lr=0.1)}
     found = play(
         build("fedsam", rho=0.2), targets(3.0, -1.0), scalar(0.5), [[0, 1]], **how

@@ -1,6 +1,4 @@
-"""Fairness-aware aggregation: its weights by hand, its edges, rounds against a plain loop, and
-digits.
-"""
+"""Fairness-aware aggregation: weights by hand, edge cases, rounds against a loop, and digits."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ def test_equations_8_to_11_by_hand():
     )
 )
 def test_gaps_are_equal_where_each_is_linear_in_its_own_weight(clients):
-    """G_k(a_k) = c_k − s_k a_k: if nothing is clipped, all gaps are the same under the new weights."""
+    """G_k(a_k) = c_k − s_k a_k: without clipping, all gaps are equal with the new weights."""
     a = numbers(*(a for a, _, _ in clients))
     a = a / a.sum()
     steep, level = numbers(*(s for _, s, _ in clients)), numbers(*(c for _, _, c in clients))
@@ -116,9 +114,7 @@ def test_always_on_the_simplex(clients):
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_rounds_by_hand(every):
-    """Gaps are measured in rounds n, 2n, ...; in the others, GA adjusts the weights by those of the
-    round before.
-    """
+    """Gaps are measured in rounds n, 2n, ...; in others GA uses those of the previous round."""
     world = regression()
     played = play(
         build("faa", step=0.1, decay=False, every=every), world, linear(), COHORTS, **TRAINING
@@ -191,16 +187,14 @@ def test_fftgp_by_default_is_bgp_and_faa():
 
 
 def test_gaps_differ_less_than_under_fedavg_and_ga_on_digits():
-    """The variance of gaps is that of FedAvg divided by five or more, at the median seed of three."""
+    """The variance of gaps is at most a fifth of that of FedAvg, for the median of three seeds."""
     variances = [median_variances(seed) for seed in range(3)]
     assert all(faa < ga < fedavg for fedavg, ga, faa in variances)
     assert np.median([faa / fedavg for fedavg, _, faa in variances]) <= 0.2
 
 
 def median_variances(seed):
-    """Medians over 40 rounds of FedAvg's local models, one client a style, one style left out:
-    FedAvg, GA and FAA.
-    """
+    """Medians over 40 rounds of FedAvg's local models, one style left out: FedAvg, GA and FAA."""
     digits = load(
         "digits",
         imbalance=1,
@@ -240,9 +234,7 @@ def median_variances(seed):
 
 
 def test_fftgp_narrows_the_gaps_of_bgp_on_digits():
-    """Tables 11 and 12 combine both parts: the clients' models are as good, and the gaps differ
-    less.
-    """
+    """Tables 11 and 12 combine both parts: clients' models are as good, and gaps differ less."""
     digits = load(
         "digits",
         imbalance=1,

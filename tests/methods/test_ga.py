@@ -1,4 +1,4 @@
-"""Generalization adjustment: its weights by hand, its edges, and rounds against a plain loop."""
+"""Generalization adjustment: weights by hand, edge cases, and rounds against a plain loop."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_centred_form_by_hand():
 
 
 def test_the_form_of_public_code_by_hand():
-    """Everyone is raised, by 0.2 times 1, 1/4 and 5/8, and only scaling tells them apart."""
+    """All weights increase, by 0.2 times 1, 1/4 and 5/8; only scaling distinguishes clients."""
     found = generalization_adjustment(THIRDS, gaps(0.4, 0.1, 0.25), 0.2, centred=False)
     raised = np.array([1 / 3 + 0.2, 1 / 3 + 0.05, 1 / 3 + 0.125])
     assert found.tolist() == pytest.approx(raised / raised.sum())
@@ -154,7 +154,7 @@ def test_the_score_is_reported_as_it_is_measured():
 
 
 def test_it_costs_no_message():
-    """Bytes down are FedAvg's; up come two more numbers a client."""
+    """Bytes down are those of FedAvg; bytes up include two more numbers per client."""
     ours, plain = (
         play(build(n), regression(), linear(), COHORTS[:2], **TRAINING).cohorts
         for n in ("ga", "fedavg")

@@ -1,6 +1,4 @@
-"""DSA-IGN's losses in plain numpy, the server alone with gathered samples, and the index that a run
-leaves.
-"""
+"""DSA-IGN's losses in NumPy, server training on gathered samples, and the index of a run."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ FLOAT64 = Machine(device="cpu", precision="float64")
 
 
 def embeddings(sizes=(4, 9, 5, 12), unseen=()):
-    """Clients of two domains, which differ in a direction of their own."""
+    """Clients of two domains, which differ in different directions."""
     draws = torch.Generator().manual_seed(3)
     domains = torch.arange(len(sizes)) % 2
     shifts = 3 * torch.randn(2, 16, generator=draws, dtype=torch.float64)
@@ -59,7 +57,7 @@ def embeddings(sizes=(4, 9, 5, 12), unseen=()):
 
 
 def losses_of(x, y, *, seed=4, **which):
-    """The loss of a batch as the engine computes it, and what it was computed from."""
+    """The loss of a batch as computed by the engine, and its inputs."""
     model = build_model(
         "dsaign", shape=(16,), classes=4, feedforward=12, depth=1, seed=seed
     ).double()
@@ -256,9 +254,7 @@ def test_refusals():
 
 @pytest.mark.parametrize("pair", ["clip", "two encoders"])
 def test_a_stage_from_files(pair, tmp_path, monkeypatch):
-    """An image and a text encoder on disk, an experiment, and its index against the encoders' own
-    embeddings.
-    """
+    """An experiment with encoders on disk, and its index against their embeddings."""
     monkeypatch.setenv("EQUIPOISE_CACHE", str(tmp_path / "cache"))
     if pair == "clip":
         images = texts = write_clip(tmp_path / "clip", width=16, longest=40)

@@ -1,6 +1,4 @@
-"""GIFAIR-FL: the paper's example and lemma, what crosses the door, its limits, its rate, and what
-it is for.
-"""
+"""GIFAIR-FL: the paper's example and lemma, what is exchanged, limits, and its rate."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ NEVER = Evaluation(every=0)
 
 
 def grouped(values, groups, samples=None):
-    """Clients with loss (w - t)², as ``tests.rounds.targets`` makes them, in groups."""
+    """Clients with loss (w - t)², as in ``tests.rounds.targets``, in groups."""
     counts = samples or [1] * len(values)
     return Federation.from_arrays(
         torch.ones(sum(counts), 1).double(),
@@ -47,7 +45,7 @@ def grouped(values, groups, samples=None):
 
 
 def factors_of(losses, sizes, groups, **options):
-    """The step factors of all clients, given everyone's losses before round 1."""
+    """The step factors of all clients, given all losses before round 1."""
     sizes, groups = np.asarray(sizes), np.asarray(groups)
     everyone = SimpleNamespace(
         ids=np.arange(len(sizes)),
@@ -119,9 +117,7 @@ def test_the_ordering_and_its_ties():
 
 
 def test_a_group_gains_at_most_what_the_smallest_group_has():
-    """Σ p_k · factor over a group is P + λ r: λ_max leaves little to give where some group is
-    small.
-    """
+    """Σ p_k · factor over a group is P + λ r: λ_max allows little change if a group is small."""
     sizes, groups = [8, 8, 8, 8, 8, 8, 1, 1], [0, 0, 0, 0, 1, 1, 2, 2]
     factors = factors_of([1.0, 1, 1, 1, 2, 2, 3, 3], sizes, groups, lam=0.999)
     p = np.array(sizes) / 50
@@ -170,13 +166,14 @@ def test_a_refused_lambda_leaves_no_directory(tmp_path):
     [
         (
             {"lam": 1.0},
-            r"gifair\.lam must be a fraction of λ_max in \[0, 1\), or absolute with relative=False, got 1\.0",
+            r"gifair\.lam must be a fraction of λ_max in \[0, 1\), or absolute with "
+            r"relative=False, got 1\.0",
         ),
         ({"lam": -0.1}, r"gifair\.lam must be a fraction"),
         ({"lam": float("nan")}, r"gifair\.lam must be a fraction"),
         ({"lam": -0.1, "relative": False}, r"gifair\.lam must be at least 0, got -0\.1"),
         ({"fairness": "groups"}, "'groups' in gifair.fairness; did you mean 'group'"),
-        ({"exact": True, "personal": True}, r"gifair\.exact asks for losses of the global model"),
+        ({"exact": True, "personal": True}, r"gifair\.exact uses losses of the global model"),
     ],
 )
 def test_bad_values_are_refused(options, message):
@@ -198,7 +195,7 @@ VALUES, GROUPS, SAMPLES = (3.0, -1.0, 0.5, 2.0), ("a", "a", "b", "c"), [1, 3, 2,
 
 
 def rounds_by_hand(cohorts, *, start, lam, mean, exact):
-    """Algorithm 2 for F_k(w) = (w - t_k)² with one step of rate 0.1; gives w and the stored losses."""
+    """Algorithm 2 for F_k(w) = (w - t_k)², one step of rate 0.1; return w and stored losses."""
     p = [n / sum(SAMPLES) for n in SAMPLES]
     members = {g: [k for k, of in enumerate(GROUPS) if of == g] for g in "abc"}
     largest = min(p[k] * len(members[GROUPS[k]]) for k in range(4)) / 2
@@ -235,16 +232,14 @@ def test_rounds_equal_the_papers_algorithm(cohorts, mean, exact):
 
 
 def test_weights_that_do_not_sum_to_one_lose_nothing_of_the_model():
-    """Clients that stand still leave θ where it is, though (K/|S|) Σ p_k over the cohort is far
-    from one.
-    """
+    """Clients without an update leave θ unchanged, although (K/|S|) Σ p_k is far from one."""
     federation = grouped((5.0, 5.0, 5.0), "aab", [1, 1, 10])
     played = play(build("gifair"), federation, scalar(5.0), [[0, 1], [2]], steps=1)
     assert weight(played.model) == 5.0
 
 
 def test_clients_never_seen_count_with_their_loss_of_the_first_model():
-    # At w = 0 the losses are 9 (a), 1 (b), 4 (c): r = 2, -2, 0, though only b takes part in the
+    # At w = 0 the losses are 9 (a), 1 (b), 4 (c): r = 2, -2, 0, although only b takes part in the
     # first rounds.
     federation = grouped((3.0, 1.0, -2.0), "abc")
     played = play(
@@ -371,7 +366,7 @@ def test_batchnorm_statistics_are_averaged_with_weights_that_sum_to_one():
 
 
 def test_besides_the_model_one_number_a_client_is_sent(monkeypatch):
-    """Remark 3: neither p_k nor |A| nor r_k can be read off it."""
+    """Remark 3: neither p_k nor |A| nor r_k can be derived from it."""
     from equipoise.engine.cohort import StackedCohort
 
     crossed = []
@@ -506,10 +501,9 @@ def test_personal_models_are_evaluated_beside_the_global_one():
     ("seed", "distinct"), [(2, 3), (1, 2), (5, 1)], ids=["apart", "two tie", "all tie"]
 )
 def test_on_ridge_regression_the_objective_falls_at_the_rate_of_theorem_1(seed, distinct):
-    """H(θ) - H* is O(1/T) on a strongly convex problem of unlike clients, with rates that fall as
-    1/t.
+    """H(θ) - H* is O(1/T) on a strongly convex problem, with learning rates that fall as 1/t.
 
-    Where groups tie at the minimum, H has a kink there.
+    If groups tie at the minimum, H has a kink there.
     """
     ridge, rounds, steps = 0.1, 800, 2
     federation = in_groups(
@@ -528,7 +522,8 @@ def test_on_ridge_regression_the_objective_falls_at_the_rate_of_theorem_1(seed, 
         fit, means = group_losses(theta)
         return fit + lam * sum(abs(a - b) for i, a in enumerate(means) for b in means[:i])
 
-    # |a - b| is the larger of both signs, so H is the largest of its values under all orderings, each of them convex.
+    # |a - b| is the larger of both signs, so H is the maximum of its values for all orderings, each
+    # of which is convex.
     def under(order, z):
         fit, means = group_losses(z[:3])
         return z[3] - fit - lam * (np.array(order) * means).sum()
@@ -559,7 +554,7 @@ def test_on_ridge_regression_the_objective_falls_at_the_rate_of_theorem_1(seed, 
         "schedule": schedule,
     }
     played = play(method, federation, linear(), [range(6)] * rounds, **how)
-    # The largest excess over the later part of each stretch, because the ordering may flip from
+    # The largest excess in the later part of each interval, because the ordering may change from
     # round to round.
     values = [objective(state.model["head.weight"].numpy()[0]) - least for state in played.states]
     marks = [50, 100, 200, 400, 800]
@@ -597,9 +592,9 @@ def test_clusters_of_an_index_are_groups(tmp_path):
 
 
 def test_groups_of_digits_are_found_by_an_index_of_their_amplitudes(tmp_path):
-    """The data name no groups.
+    """The data have no groups.
 
-    Those of the index are the five styles, so training is the same as with named groups.
+    The groups of the index are the five styles, so training is the same as with named groups.
     """
     digits = load("digits")
     make_index(digits, lambda x, y: (torch.fft.rfft2(x).abs().flatten(1), torch.eye(10)[y])).write(
@@ -626,7 +621,7 @@ def test_an_index_makes_groups_and_not_single_clients():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_groups_of_digits_come_closer_than_under_fedavg(seed):
-    """With groups of equal size λ_max leaves room, and the mean does not fall either."""
+    """With groups of equal size λ_max is large, and the mean does not decrease."""
     digits = load("digits", imbalance=1.0, seed=seed)
     found = {}
     for name, options in (("fedavg", {}), ("gifair", {"lam": 0.9})):

@@ -1,4 +1,4 @@
-"""GRACE: the server's weights by hand, its edges, and the client's steps with other servers."""
+"""GRACE: the server's weights by hand, edge cases, and the client's steps with other servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ZERO = State(0, {"a": torch.zeros(2).double(), "b": torch.zeros(1).double()})
 
 
 def updates(*clients):
-    """One client a triple of numbers, the first two in tensor ``a`` and the last in tensor ``b``."""
+    """One client per triple of numbers: two in tensor ``a`` and one in tensor ``b``."""
     rows = torch.tensor(clients, dtype=torch.float64)
     return Updates({"a": rows[:, :2], "b": rows[:, 2:]}, {}, {}, {})
 
@@ -41,8 +41,8 @@ def test_cosines_of_whole_updates_by_hand():
 def test_cosines_of_tensors_by_hand():
     """In ``a``: cos(1, 2) = 1, cos(1, 3) = cos(2, 3) = 0.
 
-    In ``b``: 1, −1 and −1. The mean of both is 1, −1/2 and −1/2;
-    with weights 1 and 0 only ``a`` counts.
+    In ``b``: 1, −1 and −1. The mean of both is 1, −1/2 and −1/2; with weights 1 and 0 only ``a`` is
+    used.
     """
     given = updates((1, 0, 2), (3, 0, 1), (0, 2, -5))
     assert mean_cosines(ZERO, given, "tensors").tolist() == pytest.approx([0.25, 0.25, -0.5])
@@ -132,7 +132,7 @@ def test_each_half_works_with_other_parts():
         ({"server_lr": 0.0}, r"grace\.server_lr must be a finite number above 0, got 0\.0"),
         ({"similarity": "layers"}, r"unknown value 'layers' in grace\.similarity"),
         ({"align": -1.0}, r"grace\.align must be a finite number of at least 0"),
-        ({"meta": False}, r"grace\.restore is about pairs of steps"),
+        ({"meta": False}, r"grace\.restore needs pairs of steps"),
     ],
 )
 def test_bad_values_are_refused(options, message):

@@ -1,6 +1,4 @@
-"""HarmoFL: mean amplitudes by hand, rounds against plain PyTorch, what is fixed, and what is
-refused.
-"""
+"""HarmoFL: mean amplitudes by hand, rounds against plain PyTorch, and what is refused."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ SHAPE = (2, 5, 5)
 
 
 def mean_amplitude(federation, weights):
-    """The weighted mean over clients of the mean amplitude of their images, with NumPy, of all
-    frequencies.
-    """
+    """The weighted mean over clients of the mean amplitudes of their images, with NumPy."""
     means = [
         np.abs(np.fft.fft2(federation.x[federation.train.of(client)].numpy())).mean(0)
         for client in EVERYONE
@@ -42,7 +38,7 @@ def mean_amplitude(federation, weights):
 
 
 def harmonised(federation, weights):
-    """The same federation with all images given the mean amplitudes."""
+    """The same federation, in which all images have the mean amplitudes."""
     spectrum = np.fft.fft2(federation.x.numpy())
     changed = np.fft.ifft2(
         mean_amplitude(federation, weights) * np.exp(1j * np.angle(spectrum))
@@ -107,14 +103,14 @@ def test_the_stem_is_part_of_every_pass():
         "head.weight",
         "head.bias",
     }
-    # The layer alone keeps samples from being encoded.
+    # Only the layer prevents samples from being encoded.
     engines = [StackedEngine(federation, whole, *settings[:2]) for whole in (module, transformer())]
     assert [engine.network.encoded for engine in engines] == [False, True]
 
 
 @pytest.mark.parametrize("method", ["harmofl", "fedmix"])
 def test_bytes_and_numbers_from_0_to_1_give_the_same(method, tmp_path):
-    """With a pretrained model, which takes both."""
+    """With a pretrained model, which takes bytes and floats."""
     numbers = images(sizes=SIZES, shape=(3, 16, 16))
     numbers = dataclasses.replace(numbers, x=(numbers.x.sigmoid() * 255).round() / 255)
     model = {"name": "vitprompts", "source": write_encoder(tmp_path / "encoder")}
@@ -153,7 +149,7 @@ def test_what_has_no_images_or_no_place_for_the_layer_is_refused():
         match=r"method 'harmofl' works on images .* has shape \(9,\); valid: a source of",
     ):
         equipoise.train(text(), method="harmofl", rounds=1)
-    with pytest.raises(InputError, match="OwnForward has a forward of its own"):
+    with pytest.raises(InputError, match="not possible for OwnForward"):
         build("harmofl").extend(OwnForward(nn.Flatten(), nn.Linear(50, 4)), SHAPE, 0)
     with pytest.raises(InputError, match="HarmoFL needs amplitude, which FedAvg does not provide"):
         build("fedavg", local="harmofl")

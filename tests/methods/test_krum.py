@@ -1,4 +1,4 @@
-"""Krum and multi-Krum: scores by hand, and who is kept."""
+"""Krum and multi-Krum: scores by hand, and which clients are kept."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def updates_of(clients, seed=0):
 
 
 def scores_by_hand(params, f):
-    """Blanchard et al.: the sum of squared distances from the n − f − 2 nearest others, client by
-    client.
-    """
+    """Blanchard et al.: the sum of squared distances to the n − f − 2 nearest others."""
     flat = np.concatenate([stack.flatten(1).numpy() for stack in params.values()], axis=1)
     scores = []
     for client in range(len(flat)):
@@ -72,7 +70,7 @@ def test_float32_updates_are_scored_as_exactly_as_they_are():
 def test_a_client_far_away_in_anything_it_sends_is_dropped(where):
     received, updates = updates_of(7)
     draws = np.random.default_rng(1)
-    # Statistics are a million times larger than parameters, so they must not hide them.
+    # Statistics are a million times larger than parameters, but must not dominate the distance.
     trees = {
         "params": updates.params["w"],
         "buffers": 1e6 * torch.from_numpy(draws.normal(size=(7, 5))),

@@ -20,7 +20,7 @@ def combined(method, updates, clients):
     state = State(
         0, {name: torch.zeros(stack.shape[1:], dtype=stack.dtype) for name, stack in shapes.items()}
     )
-    # Weights do not matter: a client that claims nearly all samples has no more influence.
+    # Weights have no effect: a client that claims nearly all samples has no more influence.
     prior = torch.full((clients,), 1e-3, dtype=torch.float64)
     return (
         build(**method)

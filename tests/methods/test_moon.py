@@ -1,4 +1,4 @@
-"""MOON: its loss by hand, rounds against a plain loop, its limits, and what it does to features."""
+"""MOON: its loss by hand, rounds against a plain loop, limits, and its effect on features."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def with_head(module, seed=3):
 
 
 def test_with_a_projection_head_the_contrast_is_after_it():
-    """The extended model under MOON equals MOON of a model that has the head itself."""
+    """The extended model with MOON equals a model that already has the projection head."""
     method = build("moon", projection=3, mu=5.0)
     extended = method.extend(smooth_model(), (2, 5, 5), 0).double()
     plain = with_head(smooth_model())
@@ -139,7 +139,7 @@ def test_the_contrastive_loss_by_hand():
 
 
 def test_the_first_round_of_a_client_is_fedavg():
-    """Nobody has a previous model in round 1, and client 3 has none in round 2."""
+    """No client has a previous model in round 1, and client 3 has none in round 2."""
     how = {"batch_size": 8, "epochs": 2, "optimizer": Sgd(lr=0.1)}
     cohorts = [[0, 1, 2], [2, 3]]
     ours, plain = (
@@ -164,9 +164,7 @@ def test_without_the_term_it_is_fedavg(make):
 
 
 def test_the_previous_model_is_the_clients_own_of_its_last_round():
-    """A client that misses a round keeps the features it had; the other models' statistics stay as
-    they were.
-    """
+    """A client that misses a round keeps its features; statistics of other models do not change."""
     federation_, how = images(), {"batch_size": 64, "optimizer": Sgd(lr=0.1)}
     played = play(build("moon"), federation_, batchnorm(), [[3, 4], [4], [4, 5]], **how)
     first = {
@@ -189,7 +187,7 @@ def test_the_previous_model_is_the_clients_own_of_its_last_round():
 
 
 def test_features_that_are_all_zero_have_a_gradient():
-    """A layer of dead units has no direction; its similarity is 0 and nothing becomes NaN."""
+    """Features that are all zero have no direction; their similarity is 0 and nothing is NaN."""
     torch.manual_seed(0)
     dead = Model(nn.Sequential(nn.Flatten(), nn.Linear(50, 3), nn.ReLU()), nn.Linear(3, 4)).double()
     nn.init.constant_(dead.features[1].bias, -100.0)
@@ -202,7 +200,7 @@ def test_the_previous_model_never_leaves_the_client():
         play(build(name), images(), mlp(), [range(10)] * 2, batch_size=8).cohorts
         for name in ("moon", "fedavg")
     )
-    # Clients also report what the method adds to the loss.
+    # Clients also report the terms that the method adds to the loss.
     assert [(c.bytes_down, c.bytes_up - 8 * len(c.ids)) for c in ours] == [
         (c.bytes_down, c.bytes_up) for c in plain
     ]
@@ -221,10 +219,9 @@ def test_it_combines_with_any_aggregation():
 
 
 def test_local_features_stay_nearer_to_the_received_ones_on_digits():
-    """The cosine of local features with those of the received model, minus that with the previous
-    local ones.
+    """The cosine of local features with the received ones, minus that with the previous local ones.
 
-    This is what the loss maximises. On digits the global model does not become better by it.
+    The loss maximises this. On digits the global model does not become better by it.
     """
     digits = skewed_digits(0)
     margins = {}

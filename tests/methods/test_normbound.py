@@ -1,4 +1,4 @@
-"""The norm bound: by hand, number by number."""
+"""The norm bound, by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COHORT = SimpleNamespace(ids=np.array([2, 5, 7, 9]))
 
 
 def random_updates(clients=4, seed=0):
-    """Parameters, buffers and uploads of clients whose updates grow from one to the next."""
+    """Parameters, buffers and uploads of clients with increasing updates."""
     draws = np.random.default_rng(seed)
     growth = np.array([1.0, 2.0, 5.0, 1000.0])[:clients]
 

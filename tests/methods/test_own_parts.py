@@ -1,6 +1,4 @@
-"""Parts of one's own: what is refused when they are registered, when they are named, and when they
-combine.
-"""
+"""User-defined parts: what is refused at registration, by name, and in combination."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from equipoise.methods.fedavg import FedAvg
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
-    """What a test registers is gone after it."""
+    """Remove what a test registers."""
     methods.names()
     monkeypatch.setattr(methods, "_PARTS", dict(methods._PARTS))
     monkeypatch.setattr(methods, "_METHODS", set(methods._METHODS))
@@ -63,7 +61,7 @@ class Varied(LocalRule):
         ({"name": "fedcrc", "tau": "x"}, "method: fedcrc.tau must be a number, got 'x'"),
         ({"name": "fedprox", "mu": None}, "method: fedprox.mu must be a number, got None"),
         ({"name": "fedprox", "mu": True}, "method: fedprox.mu must be a number, got True"),
-        # Where a part knows more than the type, its own words count.
+        # If a part has its own check, its message is used instead of that for the type.
         (
             {"name": "fedrep", "head_epochs": 1.5},
             "^method.head_epochs: fedrep.head_epochs must be a whole number of at least 1, got 1.5",
@@ -146,7 +144,7 @@ def test_what_was_described_and_written_down_still_fits():
 
 def test_annotations_out_of_reach_are_left_alone():
     class Hidden:
-        """Seen inside this function only."""
+        """Defined inside this function only."""
 
     @register("shy")
     @dataclass(frozen=True)
@@ -177,7 +175,7 @@ def test_a_part_that_is_no_dataclass_is_refused_with_the_order_of_decorators():
     [
         (Aggregation, "Idle, registered as 'idle', is an Aggregation without a method 'combine'"),
         (Sampler, "Idle, registered as 'idle', is a Sampler without a method 'select'"),
-        (object, "is no part; it must be one of Sampler, LocalRule, Aggregation, View"),
+        (object, "is not a part; it must be one of Sampler, LocalRule, Aggregation, View"),
     ],
 )
 def test_a_part_that_could_not_do_its_work_is_refused(kind, message):
@@ -229,14 +227,14 @@ def test_hyper_parameters_need_defaults():
         rate: float
 
     with pytest.raises(
-        InputError, match="Strict, registered as 'strict', has no default for rate; give it one"
+        InputError, match="Strict, registered as 'strict', has no default for rate; add one"
     ):
         register("strict")(Strict)
 
 
 def test_a_function_is_no_part():
     with pytest.raises(
-        InputError, match="average, registered as 'idle', is no part; it must be one of Sampler"
+        InputError, match="average, registered as 'idle', is not a part; it must be one of Sampler"
     ):
 
         @register("idle")
@@ -248,7 +246,7 @@ def test_what_a_part_needs_may_come_from_another():
     @register("renamed")
     @dataclass(frozen=True)
     class Renamed(FedAvg):
-        """Nothing of its own."""
+        """A part without its own code."""
 
     assert isinstance(build("renamed").aggregation, Renamed)
 
@@ -265,7 +263,7 @@ def test_what_a_part_needs_may_come_from_another():
             {"sampling": {"name": ["size"]}},
             "unknown method.sampling ['size']; did you mean 'size'? Valid: size, uniform",
         ),
-        ({"sampling": "plain"}, "method.sampling: 'plain' is no sampler; valid: size, uniform"),
+        ({"sampling": "plain"}, "method.sampling: 'plain' is not a sampler; valid: size, uniform"),
     ],
 )
 def test_a_name_that_no_part_has_is_refused_with_those_of_its_slot(options, message):
@@ -285,7 +283,7 @@ def test_only_parts_of_the_slot_are_suggested(slot):
 
 @dataclass(frozen=True)
 class Careless(Aggregation):
-    """Gives back whatever it is told to."""
+    """Returns a given value."""
 
     name = "careless"
     result: object = None

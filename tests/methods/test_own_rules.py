@@ -1,4 +1,4 @@
-"""Rules of one's own against loops in plain PyTorch, whatever the number of stacked clients."""
+"""User-defined rules against loops in plain PyTorch, for any number of stacked clients."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def held(data, client):
 
 
 class Loop:
-    """FedAvg with a loss of one's own, one client and one batch after the other."""
+    """FedAvg with a user-defined loss, one client and one batch after the other."""
 
     def __init__(self, data, module):
         self.data, self.module, self.round = data, copy.deepcopy(module), 0
 
     def before_round(self, cohort):
-        """Do what the server does before clients train."""
+        """Run the server's part before clients train."""
 
     def loss(self, module, x, y, client):
         raise NotImplementedError
@@ -122,13 +122,13 @@ RULES = {
 
 
 def extended(name):
-    """The small model with what the method brings."""
+    """The small model with the parts that the method adds."""
     return RULES[name][0].extend(mlp(), (2, 5, 5), SEED).double()
 
 
 @pytest.fixture(scope="module")
 def by_hand():
-    """The global model after three rounds, by a loop; each is made once."""
+    """The global model after three rounds of a loop; computed once."""
     made = {}
 
     def model(name):
@@ -161,7 +161,7 @@ def test_label_counts_stay_with_the_client():
         for method in (RULES["calibrated"][0], build("fedavg"))
     )
     for one, other in zip(played.cohorts, plain.cohorts, strict=True):
-        # Clients report how much the loss differs from the task's.
+        # Clients also report the terms that the method adds to the loss.
         assert (one.bytes_up, one.bytes_down) == (
             other.bytes_up + 8 * len(one.ids),
             other.bytes_down,

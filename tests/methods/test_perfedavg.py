@@ -1,6 +1,4 @@
-"""Per-FedAvg: meta steps against plain PyTorch, the Hessian against an exact one, its limits, and
-digits.
-"""
+"""Per-FedAvg: meta steps against plain PyTorch, the Hessian against an exact one, and limits."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ from tests.rounds import linear, play, random_regression, scalar, targets, weigh
 
 
 def gradient_at(module, values, x, y):
-    """The gradient of the mean loss with other values of the parameters; the module is left as it
-    was.
-    """
+    """The gradient of the mean loss at other parameters; the module is not changed."""
     params = list(module.parameters())
     before = [p.detach().clone() for p in params]
     with torch.no_grad():
@@ -131,7 +127,7 @@ def test_an_epoch_has_half_or_a_third_of_the_steps():
 @pytest.mark.parametrize("chunk", [1, 10])
 @pytest.mark.parametrize("hessian", [False, True])
 def test_without_an_inner_step_it_is_fedavg(hessian, chunk):
-    """On whole splits, so that the batch the gradient is taken on is the one FedAvg takes it on."""
+    """On whole splits, so that FedAvg takes the gradient on the same batch."""
     how = {"chunk": chunk, "batch_size": max(SIZES), "steps": 3}
     found = played(build("perfedavg", alpha=0.0, hessian=hessian, weights="size"), mlp(), **how)
     plain = played("fedavg", mlp(), **how)
@@ -159,9 +155,7 @@ def test_without_an_inner_step_it_is_fedavg_on_every_second_batch():
 @pytest.mark.parametrize("chunk", [1, 2])
 @pytest.mark.parametrize("delta", [1e-3, 10.0])
 def test_on_a_quadratic_finite_differences_are_the_hessian(delta, chunk):
-    """One step of rate β from w is w − β (I − α H)(H (w − α (H w − c)) − c), with f(w) = w·H w/2 −
-    c·w + const.
-    """
+    """A step is w − β (I − α H)(H (w − α (H w − c)) − c), with f(w) = w·H w/2 − c·w + const."""
     federation, alpha, beta = random_regression([8, 12]), 0.05, 0.1
     method = build("perfedavg", alpha=alpha, hessian=True, delta=delta)
     how = {"steps": 1, "batch_size": 12, "optimizer": Sgd(lr=beta)}
@@ -213,9 +207,10 @@ def test_elsewhere_the_error_of_finite_differences_falls_with_the_square_of_thei
 
 @pytest.mark.parametrize(("hessian", "power"), [(False, 1), (True, 2)], ids=["FO", "HF"])
 def test_the_global_model_settles_where_one_step_later_is_best(hessian, power):
-    """Clients f_k = s_k² (w − t_k)² have curvature h_k = 2 s_k²: with single steps w ends at the
-    mean of t_k weighted by h_k (1 − α h_k)^p, with p = 2 for the true gradient of f_k(w − α
-    f_k'(w)), 1 without second derivatives.
+    """Clients f_k = s_k² (w − t_k)² have curvature h_k = 2 s_k².
+
+    With single steps, w ends at the mean of t_k weighted by h_k (1 − α h_k)^p, with p = 2 for the
+    true gradient of f_k(w − α f_k'(w)), and p = 1 without second derivatives.
     """
     slopes, centres, alpha = (
         torch.tensor([1.0, 2.0]).double(),
@@ -294,9 +289,7 @@ def test_bad_values_are_refused(options, message):
 
 
 def test_the_inner_step_of_personal_models_does_not_follow_the_schedule():
-    """In the last of four rounds the learning rate is a thousandth; personal models are still α
-    away.
-    """
+    """In the last round the learning rate is a thousandth, but α does not change."""
     data = targets(3.0, -1.0)
     schedule = Schedule(kind="exponential", decay=0.1)
     training = Training(rounds=4, batch_size=64, optimizer=Sgd(lr=0.1), schedule=schedule)

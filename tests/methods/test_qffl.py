@@ -1,4 +1,4 @@
-"""q-FFL against the paper's algorithm box in plain Python, its limits, and what it is for."""
+"""q-FFL against the paper's algorithm in plain Python, its limits, and its purpose."""
 
 from __future__ import annotations
 
@@ -154,9 +154,7 @@ def test_bad_values_are_refused(options, message):
 
 
 def test_larger_q_makes_losses_more_uniform():
-    """On clients with laws of their own, the spread of the final losses falls as q grows, and the
-    mean loss rises.
-    """
+    """With different laws, the spread of the final losses falls as q grows, and the mean rises."""
     federation = random_regression([20] * 6, seed=3)
     spreads, means = [], []
     for q in (0.0, 1.0, 5.0):

@@ -1,4 +1,4 @@
-"""The two reference points: each client alone, and all data in one place."""
+"""The two references: each client alone, and all data pooled."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ NEVER = Evaluation(every=0)
 
 
 def alone(module, federation, samples, client, rounds):
-    """Train one client over the given rounds, each with a fresh optimizer and its own random
-    numbers.
-    """
+    """Train one client over some rounds, each with a new optimizer and its own random numbers."""
     module = with_plain_dropout(copy.deepcopy(module))
     x, y = federation.x[samples], federation.y[samples]
     for round_ in rounds:
@@ -128,7 +126,7 @@ def test_central_is_evaluated_on_every_client_and_beats_clients_alone_on_digits(
 
 
 def test_clients_that_were_never_drawn_train_for_a_round_before_they_are_evaluated():
-    """One client a round for two rounds: the others are not judged by the initial model."""
+    """One client per round for two rounds: the others are not evaluated with the initial model."""
     federation = images()
     how = {
         "rounds": 2,

@@ -1,6 +1,4 @@
-"""The registry: every method by its name, with options that are checked, written down and read
-back.
-"""
+"""The registry: every method by name, with options that are checked, written and read back."""
 
 from __future__ import annotations
 
@@ -96,9 +94,9 @@ def test_every_method_runs_on_digits_with_its_defaults(name):
         (lambda: build("fedavg", sampling="siz"), "'siz'.*did you mean 'size'"),
         (
             lambda: build("fedavg", sampling="fedprox"),
-            "'fedprox' is no sampler; valid: .*size, uniform",
+            "'fedprox' is not a sampler; valid: .*size, uniform",
         ),
-        (lambda: build("fedavg", local="fedadam"), "'fedadam' is no local; valid: .*fedprox"),
+        (lambda: build("fedavg", local="fedadam"), "'fedadam' is not a local; valid: .*fedprox"),
         (lambda: build("fedavg", local={"mu": 1.0}), "method.local is {'mu': 1.0} without a name"),
         (
             lambda: build("fedavg", aggregation=3),
@@ -168,13 +166,13 @@ def test_slots():
     ],
 )
 def test_hyper_parameters_of_an_exchanged_part_are_refused(given, named):
-    with pytest.raises(InputError, match=f"method '{given['name']}': {named}, which was exchanged"):
+    with pytest.raises(InputError, match=f"method '{given['name']}': {named}, which was replaced"):
         build(**given)
 
 
 def test_a_name_that_is_taken_is_refused():
     class Impostor(FedProx):
-        """Something else."""
+        """Another part."""
 
     with pytest.raises(
         InputError, match="the name 'fedprox' of .*Impostor is taken by FedProx; choose another"

@@ -1,6 +1,4 @@
-"""SCAFFOLD against the paper's algorithm box written in NumPy, its limiting cases, and what it is
-for.
-"""
+"""SCAFFOLD against the paper's algorithm in NumPy, its limiting cases, and its purpose."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ from tests.rounds import linear, play, random_regression, scalar, targets, weigh
 
 
 def scaffold_in_numpy(federation, start, cohorts, *, lr, server_lr, steps):
-    """Algorithm 1 of Karimireddy et al. with option II, full-batch gradients of the mean squared
-    error.
-    """
+    """Algorithm 1 of Karimireddy et al. with option II and full-batch gradients of the MSE."""
     held = [federation.train.of(k) for k in range(federation.clients)]
     data = [(federation.x[samples].numpy(), federation.y[samples].numpy()) for samples in held]
     x, c = start.copy(), np.zeros_like(start)
@@ -47,7 +43,7 @@ def scaffold_in_numpy(federation, start, cohorts, *, lr, server_lr, steps):
 
 
 def memory_of(played, clients):
-    """The control variates clients remember, read back from the engine."""
+    """The control variates in clients' memories, read from the engine."""
     first = {"control": {"head.weight": torch.full((1, 3), torch.nan, dtype=torch.float64)}}
     return played.engine.memory.read(np.asarray(clients), first)[0]["control"]["head.weight"][
         :, 0
@@ -87,9 +83,7 @@ def test_rounds_equal_the_papers_algorithm(cohorts, server_lr, chunk):
     "cohorts", [[[0, 1, 2]] * 3, [[0, 2], [1], [1, 2]]], ids=["full", "partial"]
 )
 def test_the_server_control_is_the_mean_of_all_clients_controls(cohorts):
-    """c = 1/N Σ c_k is invariant, whoever takes part, because it starts true and moves by |S|/N
-    times the mean change.
-    """
+    """c = 1/N Σ c_k always holds, because c changes by |S|/N times the mean change."""
     federation = random_regression([4, 9, 6])
     played = play(
         build("scaffold"),
@@ -127,9 +121,7 @@ def test_one_step_of_one_round_by_hand():
 
 
 def test_at_the_optimum_clients_stand_still():
-    """With c_k = ∇F_k at the optimum of the mean, corrected gradients vanish: drift is gone, unlike
-    in FedAvg.
-    """
+    """With c_k = ∇F_k at the optimum of the mean, corrected gradients vanish, unlike in FedAvg."""
     how = {"steps": 10, "optimizer": Sgd(lr=0.05)}
     corrected = play(build("scaffold"), targets(3.0, -1.0), scalar(5.0), [[0, 1]] * 60, **how)
     assert weight(corrected.model) == pytest.approx(1.0, abs=1e-9)
@@ -157,7 +149,7 @@ def test_the_first_round_is_fedavg_for_everyone():
 
 
 def test_controls_follow_the_learning_rate_of_the_round():
-    """Full-batch single steps make c_k the plain gradient whatever the schedule says of the rate."""
+    """Full-batch single steps make c_k the plain gradient, whatever the learning rate schedule."""
     schedule = Schedule(kind="exponential", decay=0.5)
     played = play(
         build("scaffold"),

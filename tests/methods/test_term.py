@@ -33,9 +33,7 @@ def weights_of(**options):
 
 
 def objective(losses, t, tau, groups):
-    """The hierarchical objective: (1/t) log Σ_g P_g exp(t R_g), R_g = (1/τ) log Σ_k p_k/P_g exp(τ
-    F_k).
-    """
+    """The objective: (1/t) log Σ_g P_g exp(t R_g), R_g = (1/τ) log Σ_k p_k/P_g exp(τ F_k)."""
     total = 0.0
     for group in set(groups.tolist()):
         inside = torch.from_numpy(groups == group)
@@ -136,7 +134,7 @@ def test_stacked_equals_one_by_one(make, options):
         ({"t": float("inf")}, r"term\.t must be finite, got inf"),
         ({"tau": float("nan"), "tilts": "groups"}, r"term\.tau must be finite, got nan"),
         ({"tilts": "group"}, "'group' in term.tilts; did you mean 'groups'"),
-        ({"tau": 1.0}, r"term\.tau is 1\.0, but only term\.tilts 'groups'"),
+        ({"tau": 1.0}, r"term\.tau is 1\.0, but it is used only with term\.tilts='groups'"),
     ],
 )
 def test_bad_values_are_refused(options, message):

@@ -1,4 +1,4 @@
-"""Metrics of one's own: what can be registered, what is refused, and what a value may be."""
+"""User-defined metrics: what can be registered, what is refused, and valid values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics of the library, against scikit-learn or by hand, with all and with missing classes."""
+"""The metrics of the library against scikit-learn or by hand, also with missing classes."""
 
 from __future__ import annotations
 

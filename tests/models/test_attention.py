@@ -1,4 +1,4 @@
-"""Attention against PyTorch's own, stacked against one by one, and its derivatives."""
+"""Attention against PyTorch's own, stacked and single clients, and its derivatives."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_causal_attention_leaves_later_tokens_out(fused):
     later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
     wanted, _ = by_pytorch(attention)(x, x, x, need_weights=False, attn_mask=later)
     torch.testing.assert_close(attention(x), wanted, rtol=0, atol=1e-13)
-    # What a token makes of itself and those before it does not depend on how many follow.
+    # The output for a token does not depend on the number of later tokens.
     torch.testing.assert_close(attention(x[:, :2]), wanted[:, :2], rtol=0, atol=1e-13)
 
 
@@ -145,8 +145,8 @@ def test_no_weights_are_copied_for_stacked_clients():
     x = torch.zeros(2, 30, 3, 16)
     with Watch():
         vmap(lambda params, x: functional_call(block, params, (x,)))(stacked, x).sum().backward()
-    # The largest operand is 48 numbers a token; a copy of a weight a sample would have 16 * 48 *
-    # 60.
+    # The largest operand has 48 numbers per token; a copy of a weight per sample would have 16 * 48
+    # * 60.
     assert max(sizes) == 2 * 30 * 3 * 48
 
 

@@ -1,4 +1,4 @@
-"""Models in parts: an optional stem, and parts that forward leaves alone."""
+"""Models in parts: an optional stem, and parts that forward does not call."""
 
 from __future__ import annotations
 

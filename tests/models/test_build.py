@@ -1,4 +1,4 @@
-"""Building models by name: the parts every model has, seeds, stacking, and what is refused."""
+"""Building models by name: common parts, seeds, stacking, and what is refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NAMED_CASES = pytest.mark.parametrize(
 def test_every_registered_model_is_covered_here() -> None:
     ours = {name for name, place in MODELS.items() if isinstance(place, str)}
     # charlstm takes text, unet returns maps, pretrained needs files, dsaign takes embeddings, and
-    # heads of CLIP are no linear layers; they have tests of their own.
+    # heads of CLIP are not linear layers; they have separate tests.
     assert (
         set(SMALL)
         | {"charlstm", "unet", "pretrained", "dsaign", "clip", "clipadapter", "clipprompts"}
@@ -73,8 +73,8 @@ def test_output_is_head_of_features(
 @NAMED_CASES
 def test_stacked_clients_match_one_client_at_a_time(name: str, options: dict[str, Any]) -> None:
     clients, shape = 3, (2, 8, 8)
-    # Evaluation mode: BatchNorm and Dropout of training mode are the engine's to convert before it
-    # stacks clients.
+    # Evaluation mode: the engine converts BatchNorm and Dropout of training mode before it stacks
+    # clients.
     model = build(name, shape=shape, classes=4, **options).double().eval()
     draw = torch.Generator().manual_seed(2)
     x = torch.rand(clients, 5, *shape, generator=draw, dtype=torch.float64)

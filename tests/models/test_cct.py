@@ -1,6 +1,4 @@
-"""Compact convolutional transformers: their size, their forward pass step by step, and stacked
-clients.
-"""
+"""Compact convolutional transformers: size, forward pass step by step, and stacked clients."""
 
 from __future__ import annotations
 
@@ -101,7 +99,7 @@ def test_the_engine_gives_the_same_however_clients_are_stacked(method):
         play(build_method(method), federation, model, [range(4)] * 2, chunk=chunk, **how).model
         for chunk in (1, 4)
     )
-    # Adding a number to all scores changes no softmax, so the true gradient of this bias is zero.
+    # Adding a constant to all scores does not change the softmax, so the true gradient is zero.
     assert distance(all_, one, {"features.score.bias"}) <= 1e-9
     assert distance(one, {name: p.detach() for name, p in model.named_parameters()}) > 1e-3
 

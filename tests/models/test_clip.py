@@ -1,6 +1,4 @@
-"""CLIP, its adapter and its prompts against transformers' own forward pass, on tiny models written
-to disk.
-"""
+"""CLIP, its adapter and its prompts against transformers' own forward pass, on tiny models."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ def pixels(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def their_scores(folder: str, x: Tensor, texts: list[str]) -> Tensor:
-    """What transformers' own CLIP says of images and texts."""
+    """The outputs of transformers' own CLIP for images and texts."""
     model = library().CLIPModel.from_pretrained(folder).to(x.dtype).eval()
     tokens = library().AutoTokenizer.from_pretrained(folder)(
         texts, return_tensors="pt", padding=True
@@ -342,7 +340,7 @@ def test_texts_are_counted_once_a_batch_and_not_once_a_sample():
         ).trainer.engine.network
         for classes in (3, 6)
     )
-    # Of each sample there are its embedding at length 1 and its scores.
+    # For each sample there are its embedding of length 1 and its scores.
     assert (one.activations, many.activations) == (8 + 3, 8 + 6)
     assert many.fixed_activations == 2 * one.fixed_activations > 1000
 
@@ -399,7 +397,7 @@ def test_defaults():
         (
             "clip",
             {"class_names": None},
-            "model 'clip' needs the names of the 3 classes, and the data do not say them",
+            "model 'clip' needs the names of the 3 classes, which the data do not have",
         ),
         (
             "clipprompts",
@@ -452,7 +450,7 @@ def test_defaults():
             {"template": "a most unusual picture of a {}"},
             "the prompt 'a most unusual picture of a .* at most 32",
         ),
-        ("clip", {"depth": 3}, "depth=3 of model 'clip' has no meaning beside source="),
+        ("clip", {"depth": 3}, "depth=3 of model 'clip' cannot be set together with source="),
         ("clip", {"fused": "no"}, "fused of model 'clip' must be true or false"),
     ],
 )
@@ -465,7 +463,7 @@ def test_a_source_without_a_tokenizer_is_named(tmp_path):
     source = write_clip(tmp_path / "no-words", tokenizer=False)
     with pytest.raises(
         InputError,
-        match=r"source '.*no-words' of model 'clip' holds no tokenizer; valid: .*vocab\.json",
+        match=r"source '.*no-words' of model 'clip' has no tokenizer; valid: .*vocab\.json",
     ):
         made("clip", source)
 

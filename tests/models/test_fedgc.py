@@ -1,6 +1,4 @@
-"""FedGC's model: each image's own shift of its prompts, the first pass as a stem, and what is
-trained.
-"""
+"""FedGC's model: the shift of prompts for each image, the first pass as stem, and training."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ def test_each_images_own_h_reaches_its_own_prompts():
     torch.testing.assert_close(
         shift, made.features.gcnet(encoded[:, 0]).unsqueeze(1).expand(-1, 3, -1)
     )
-    # Images differ, so an h in the wrong place would show.
+    # Images differ, so an h in the wrong place would be detected.
     assert torch.cdist(shift[:, 0], shift[:, 0]).fill_diagonal_(1).min() > 1e-3
 
 
@@ -116,7 +114,7 @@ def test_pretrained_transformers(tmp_path):
     made = build("fedgc", shape=(3, 16, 16), classes=5, source=source, prompts=2).double().eval()
     x = normal(3, 3, 16, 16)
     torch.testing.assert_close(made.features(made.stem(x)), by_hand(made, x), rtol=0, atol=1e-12)
-    # The first pass is that of the encoder as it was saved.
+    # The first pass is that of the saved encoder.
     torch.testing.assert_close(made.stem(x)[:, 0], encoder(source).double()(x), rtol=0, atol=1e-5)
     assert {
         name.split(".")[1]
@@ -138,8 +136,8 @@ def test_pretrained_transformers(tmp_path):
         ({"patch": 3}, "patch=3 of model 'fedgc' does not divide images of 8 x 8"),
         (
             {"source": "./nowhere", "depth": 3},
-            "depth=3 of model 'fedgc' has no meaning beside source='./nowhere', which has a shape "
-            "of its own; valid: one of the two",
+            "depth=3 of model 'fedgc' cannot be set together with source='./nowhere', which "
+            "determines the architecture; valid: one of the two",
         ),
     ],
 )

@@ -18,7 +18,7 @@ def pictures(size, seed=0):
 
 
 def chosen_frequencies(size, low):
-    """Which of all frequencies are at most ``low``, down and across."""
+    """Which of all frequencies are at most ``low``, vertically and horizontally."""
     down, across = (np.abs(np.round(np.fft.fftfreq(n) * n)) for n in size)
     limit = np.inf if low is None else low
     return (down[:, None] <= limit) & (across[None, :] <= limit)

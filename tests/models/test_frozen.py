@@ -1,6 +1,4 @@
-"""Frozen modules: folding clients into the batch changes no output, no gradient and no memory, only
-the number of calls.
-"""
+"""Frozen modules: folding clients into the batch changes only the number of calls."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 
 class FusedAttention(nn.Module):
-    """Attention by PyTorch's fused kernel, which has neither a rule for vmap nor a second
-    derivative.
-    """
+    """Attention by PyTorch's fused kernel, which has no ``vmap`` rule and no second derivative."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +33,7 @@ class FusedAttention(nn.Module):
 
 
 class Calls(nn.Module):
-    """Passes batches on, and notes their shapes."""
+    """Returns batches unchanged, and records their shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +96,7 @@ def test_folded_clients_are_as_clients_one_by_one(make, axis):
 
 
 def test_learned_inputs_beside_data_that_clients_share():
-    """Prompts of each client, appended to the same samples: what prompt learning does."""
+    """Prompts of each client, appended to the same samples, as in prompt learning."""
     frozen = transformer()
     x, prompts = normal(SAMPLES, TOKENS, WIDTH), normal(CLIENTS, 2, WIDTH, seed=1).requires_grad_()
 
@@ -143,7 +139,7 @@ def test_inputs_that_no_client_owns_are_computed_once():
 
 
 def gradient_norm(frozen: Frozen, x: Tensor) -> Tensor:
-    """A loss that looks at a gradient; whoever differentiates it needs second derivatives."""
+    """A loss with a gradient inside, whose differentiation needs second derivatives."""
     return grad(lambda x: frozen(x).square().sum())(x).square().sum()
 
 
@@ -250,7 +246,7 @@ def test_lowering_casts_inputs_and_outputs_and_lets_gradients_through():
 
 
 class Scaled(nn.Module):
-    """Makes numbers of bytes."""
+    """Converts bytes to floating point numbers."""
 
     def __init__(self) -> None:
         super().__init__()

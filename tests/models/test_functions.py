@@ -1,6 +1,4 @@
-"""Functions that are carried out for models: the values of PyTorch's, and numbers that belong to
-client and sample.
-"""
+"""Replaced functions: the values of PyTorch's, and random numbers by client and sample."""
 
 from __future__ import annotations
 
@@ -108,7 +106,7 @@ def test_attention_with_heads_is_that_of_pytorch(name, batch_first):
 def test_attention_without_samples_is_refused():
     layer = nn.MultiheadAttention(8, 2).double()
     with pytest.raises(
-        InputError, match=r"queries of shape \(5, 8\); valid: a batch of three dimensions"
+        InputError, match=r"queries of shape \(5, 8\); valid: a batch with three dimensions"
     ):
         carried(lambda: layer(*[normal(5, 8)] * 3))
 

@@ -1,4 +1,4 @@
-"""Modules divided where their head begins."""
+"""Modules divided into features and head."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_head_that_is_called_with_a_keyword():
 
 
 class Scaled(nn.Linear):
-    """A head that takes more than z."""
+    """A head with more inputs than z."""
 
     def forward(self, z, scale):
         return super().forward(z) * scale

@@ -101,9 +101,7 @@ def normalised(x, weight, bias, mask, mean, var, in_dim=0, momentum=0.2, eps=1e-
 
 
 def by_pytorch(x, weight, bias, mask, mean, var, client, momentum=0.2, eps=1e-3):
-    """One client in float64: output on all rows, statistics by ``nn.BatchNorm`` on its samples
-    alone.
-    """
+    """One client in float64: output of all rows, statistics of ``nn.BatchNorm`` on samples only."""
     rows = slice(None) if mask is None else mask[client].bool()
     layer = nn.BatchNorm2d(CHANNELS, eps, momentum).double().to(DEVICE)
     layer.running_mean, layer.running_var = (
@@ -430,7 +428,7 @@ def test_a_device_without_kernels_is_told_once(monkeypatch):
 
 
 def test_a_gradient_inside_vmap():
-    """A client's own loss may hold a gradient."""
+    """A client's loss may contain a gradient."""
     x = normal(CLIENTS, SAMPLES, CHANNELS, 4, 6)
 
     def loss(pool, norm):
@@ -490,7 +488,7 @@ def test_dropout_uses_the_kernel_for_stacked_clients_only(everywhere):
 
 @pytest.fixture
 def everywhere(monkeypatch):
-    """Let layers of stacked clients use the kernels on this device, and say how often they did."""
+    """Use the kernels for layers of stacked clients on this device, and count their calls."""
     calls = []
 
     def chosen(x):
@@ -520,7 +518,7 @@ def test_the_layers_use_the_kernels_for_stacked_clients_only(everywhere):
 def test_a_step_of_a_whole_model_equals_plain_operations_in_float64(
     masked, everywhere, monkeypatch
 ):
-    # Else convolutions on a GPU would be what differs.
+    # Otherwise the difference would come from convolutions on a GPU.
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     module = build("bncnn", shape=(2, 9, 8), classes=3, channels=(4, 3), pools=2, hidden=(5,))
     clients, rows = 3, 4

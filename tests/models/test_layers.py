@@ -1,6 +1,4 @@
-"""Our layers against PyTorch's: on the samples without their padding, in and outside the engine,
-alone and stacked.
-"""
+"""The layers against PyTorch's: on samples without padding, in and outside the engine."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def normal(*shape, seed=0):
 
 
 def torch_norm(shape, **options):
-    """PyTorch's layer with parameters and statistics that are not the trivial ones."""
+    """PyTorch's layer with random parameters and statistics."""
     layer = KINDS[len(shape)](CHANNELS, **options).double()
     with torch.no_grad():
         for offset, (name, tensor) in enumerate(layer.state_dict().items()):
@@ -513,7 +511,7 @@ def test_linear_is_pytorchs_alone_and_stacked(leading, bias):
 
 
 def test_stacked_linear_layers_do_not_copy_their_weights():
-    """PyTorch's rule for vmap copies the weights of a client for each of its samples."""
+    """PyTorch's ``vmap`` rule copies the weights of a client for each of its samples."""
     weights, x = torch.zeros(2, 50, 40), torch.zeros(2, 7, 30, 40).transpose(1, 2)
 
     def largest(layer):
@@ -568,7 +566,7 @@ def test_layer_norm_is_pytorchs_alone_and_inside_transforms(shape, options):
     ids=str,
 )
 def test_second_derivatives_of_stacked_clients_are_those_of_one(norm, masked):
-    """PyTorch's own rules for vmap are wrong here by tens of percent."""
+    """PyTorch's own ``vmap`` rules are wrong here by tens of percent."""
     module = convert(
         nn.Sequential(nn.Linear(4, 3, bias=False), copy.deepcopy(norm), nn.Linear(3, 2)).double()
     )

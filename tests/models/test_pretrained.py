@@ -1,6 +1,4 @@
-"""Pretrained models against transformers' own forward pass, on tiny models written to disk; and
-real ones where they are at hand.
-"""
+"""Pretrained models against transformers' own forward pass, on tiny models and on real ones."""
 
 from __future__ import annotations
 
@@ -133,7 +131,7 @@ def saved(tmp_path_factory):
                 if "var" in key:
                     tensor.uniform_(0.5, 1.5)
                 elif tensor.is_floating_point():
-                    # Convolutions and BatchNorm over many layers must not let signals vanish.
+                    # Signals must not vanish in many layers of convolutions and BatchNorm.
                     tensor.add_(0.3 * torch.randn_like(tensor))
         model.save_pretrained(folder)
         (folder / "preprocessor_config.json").write_text(
@@ -144,7 +142,7 @@ def saved(tmp_path_factory):
 
 
 def theirs(name: str, folder: str, x: Tensor) -> Tensor:
-    """What transformers' own model makes of images, in float64 and in evaluation."""
+    """The outputs of transformers' own model for images, in float64 and evaluation mode."""
     mean, std = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in (MEAN, STD))
     pixels = (x - mean) / std
 
@@ -228,7 +226,7 @@ def test_everything_moves_or_only_the_head(saved, name):
 @NAMES
 @pytest.mark.parametrize("freeze", [False, True])
 def test_the_engine_takes_it_as_it_is(saved, name, freeze):
-    """Without dropout of its own, samples beside each other, or tensors the engine would not find."""
+    """Without own dropout, dependence on other samples, or tensors unknown to the engine."""
     model = made(name, saved[name], freeze=freeze)
     Network(model, tasks.build("classification")).try_out(
         images(3, 3, 16, 16), torch.tensor([0, 1, 2]), 4
@@ -278,9 +276,7 @@ def test_batch_norm_is_the_engines_and_moves_as_that_of_pytorch_would(saved, nam
 
 
 def test_statistics_of_mobilenet_move_slowly(saved):
-    """The momentum of transformers is TensorFlow's decay; taken as it is, statistics would be those
-    of the last batch.
-    """
+    """The momentum of transformers is TensorFlow's decay, and must be converted."""
     model = made("mobilenet", saved["mobilenet"]).double().train()
     first = model.features.body.conv_stem.first_conv
     before = first.normalization.running_mean.clone()
@@ -331,8 +327,7 @@ def test_towers_without_prompts_are_the_whole_transformer(saved, name):
         whole.features.projection(found), whole.features(x), rtol=tolerance, atol=tolerance
     )
     assert tower.width == found.shape[1] == 8
-    # Frozen layers are merged into fewer and larger operations; trainable ones are left as they
-    # are.
+    # Frozen layers are merged into fewer and larger operations; trainable ones are not.
     assert all(isinstance(block, Block) for block in tower.encoder.module.blocks)
     assert not any(isinstance(block, Block) for block in whole.features.encoder.blocks)
 
@@ -369,7 +364,7 @@ def test_normalisation_follows_the_files(saved, tmp_path):
         return encoder(copy_of(saved["vit"], folder, **changes))(x)
 
     def as_if(mean, std) -> Tensor:
-        """What the reference gives for images that it normalises to the same."""
+        """The reference outputs for images that it normalises to the same values."""
         theirs, wanted = (
             [torch.tensor(v).view(3, 1, 1) for v in pair] for pair in ((MEAN, STD), (mean, std))
         )
@@ -421,7 +416,7 @@ def test_weights_in_half_precision_are_used_in_float32(saved, tmp_path):
 
 
 def test_a_precision_in_the_configuration_does_not_round_weights(saved, tmp_path):
-    """What is stored in float32 stays so whatever config.json says about it."""
+    """Weights stored in float32 stay float32, whatever config.json specifies."""
     copy_of(saved["vit"], tmp_path, image_mean=MEAN, image_std=STD)
     content = json.loads((tmp_path / "config.json").read_text())
     stated = {key: "float16" for key in ("dtype", "torch_dtype")}
@@ -468,9 +463,7 @@ def test_sources_that_are_no_directory_are_refused(source):
 
 
 def test_directories_that_hold_something_else_are_refused(saved, tmp_path):
-    refused(
-        f"source '{tmp_path}' of model 'pretrained' holds no config.json; {VALID}", str(tmp_path)
-    )
+    refused(f"source '{tmp_path}' of model 'pretrained' has no config.json; {VALID}", str(tmp_path))
     config = tmp_path / "config.json"
     config.write_text("{")
     refused(
@@ -492,8 +485,7 @@ def test_weights_that_are_not_all_there_are_refused(saved, tmp_path):
     """CLIP's image encoder without its projection would get a random one."""
     transformers.CLIPVisionModel.from_pretrained(saved["clip"]).save_pretrained(tmp_path)
     refused(
-        "lacks 'visual_projection.weight' and thereby 1 of the weights of a "
-        "CLIPVisionModelWithProjection",
+        "lacks 1 weights of a CLIPVisionModelWithProjection, such as 'visual_projection.weight'",
         str(tmp_path),
     )
 
@@ -512,7 +504,9 @@ def test_images_that_do_not_fit_are_refused(saved, tmp_path):
     )
     refused("images must be at least 4 x 4", saved["dinov2"], (3, 3, 16))
     copied = copy_of(saved["vit"], tmp_path, image_mean=[0.5, 0.5], image_std=[0.5, 0.5])
-    refused("normalises 2 channels, but takes 3; see its preprocessor_config.json", copied)
+    refused(
+        "normalises 2 channels, but takes images with 3; see its preprocessor_config.json", copied
+    )
 
 
 def test_prompts_need_a_transformer(saved):
@@ -535,8 +529,8 @@ def test_names_that_the_hub_does_not_answer_to_are_refused():
         [sys.executable, "-c", code], env=offline, check=False, capture_output=True, text=True
     )
     assert (
-        "InputError: source 'nobody/nothing' of an encoder is no directory, and the Hugging Face "
-        "hub gave" in run.stderr
+        "InputError: source 'nobody/nothing' of an encoder is not a directory, and cannot be read "
+        "from the Hugging Face hub" in run.stderr
     )
     assert VALID in run.stderr
 
@@ -573,15 +567,15 @@ def photos(size: int, a_class: int) -> tuple[Tensor, np.ndarray]:
 def test_a_linear_probe_on_resnet_50_knows_photographs():
     """Each third is held out once, because single thirds of 84 images differ by several percent.
 
-    Chance is 0.14.
+    The accuracy of random guessing is 0.14.
     """
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import cross_val_score
 
     resnet = encoder(weights("resnet50-imagenet"))
     assert resnet.width == 2048
-    # Smaller than the 224 pixels of the source, which take more than twice as long and give the
-    # same accuracy.
+    # Smaller than the 224 pixels of the source, which take more than twice as long for the same
+    # accuracy.
     x, y = photos(160, 36)
     z = torch.nn.functional.normalize(torch.cat([resnet(batch) for batch in x.split(16)])).numpy()
     thirds = [

@@ -31,7 +31,7 @@ def normal(*shape, seed=0):
 
 
 def significant_bits(x):
-    """How many bits the significands of numbers need."""
+    """The number of bits that the significands of numbers need."""
     significands = (np.frexp(x.cpu().numpy().astype(np.float64))[0] * 2**24).astype(np.int64)
     trailing = [
         (int(s) & -int(s)).bit_length() - 1 for s in np.abs(significands[significands != 0])
@@ -58,9 +58,7 @@ def test_a_split_number_worked_out_by_hand():
 
 
 def errors(rows, inner, columns):
-    """Errors against float64 of the split product, its gradient, and ordinary float32 products,
-    relative to the largest value.
-    """
+    """Relative errors against float64 of the split product, its gradient and float32 products."""
     x, weight, bias, upper = (
         normal(rows, inner),
         normal(columns, inner, seed=1),

@@ -24,7 +24,7 @@ def numbers(*shape, high, seed=0):
 
 
 class Theirs(nn.Module):
-    """The same model out of PyTorch's layers."""
+    """The same model with PyTorch's layers."""
 
     def __init__(self, vocabulary, classes, embedding, hidden, layers):
         super().__init__()
@@ -163,9 +163,7 @@ def test_stacked_clients_match_one_client_at_a_time():
 
 
 def test_the_engine_trains_text_stacked_and_one_by_one_as_a_plain_loop_does():
-    """One round of one full batch a client: the new model is the mean, by size, of what plain
-    PyTorch makes of each.
-    """
+    """One full-batch round: the new model is the mean, by size, of plain PyTorch's models."""
     sizes = [6, 3, 8, 5]
     x, y = numbers(22, 10, high=9), numbers(22, high=9, seed=1)
     clients = np.repeat(np.arange(4), sizes)
@@ -191,7 +189,7 @@ def test_the_engine_trains_text_stacked_and_one_by_one_as_a_plain_loop_does():
 
 
 def test_learns_which_character_follows():
-    """A text that goes round a circle of five characters can be predicted without error."""
+    """A cyclic text of five characters can be predicted without error."""
     model = build("charlstm", shape=(6,), classes=5, hidden=16, seed=0)
     x = (torch.arange(5)[:, None] + torch.arange(6)) % 5
     y = (x[:, -1] + 1) % 5

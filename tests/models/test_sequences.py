@@ -1,6 +1,4 @@
-"""Recurrent layers as matrix products: the values and gradients of PyTorch's layers, stacked or
-not.
-"""
+"""Recurrent layers as matrix products: values and gradients of PyTorch's layers, also stacked."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def made(name):
 
 
 def states_of(layer, samples):
-    """First states, as the layer takes them."""
+    """Initial states, as the layer takes them."""
     count = layer.num_layers * (2 if layer.bidirectional else 1)
     sizes = [layer.proj_size or layer.hidden_size, layer.hidden_size]
     drawn = tuple(torch.randn(count, samples, size, dtype=torch.float64) for size in sizes)
@@ -50,9 +48,7 @@ def flat(outcome):
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_stacked_layers_are_those_of_pytorch(name, given):
-    """Two clients with weights of their own, under ``vmap``, and the gradient of everything that is
-    returned.
-    """
+    """Two clients with different weights, under ``vmap``, and the gradients of all outputs."""
     layer = made(name)
     clients = [layer, copy.deepcopy(layer)]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Text encoders from disk against transformers itself, and the label vectors that they make."""
+"""Text encoders from disk against transformers, and their label vectors."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_label_vectors_are_embeddings_of_the_texts(bert):
             {"class_names": ["cat", "owl"], "template": "a"},
             "template of model 'dsaign' must be text with one {}",
         ),
-        ({"class_names": ["cat", "owl"], "labels": "file"}, "not both"),
+        ({"class_names": ["cat", "owl"], "labels": "file"}, "set only one of them"),
     ],
 )
 def test_refusals(bert, options, message):
@@ -127,6 +127,6 @@ def test_refusals(bert, options, message):
 
 def test_encoders_of_two_widths_are_refused(bert):
     with pytest.raises(
-        InputError, match="makes embeddings of 16 numbers, but those of samples have 32"
+        InputError, match="has embeddings of size 16, but those of samples have size 32"
     ):
         build("dsaign", shape=(32,), classes=2, text=bert, class_names=["cat", "owl"])

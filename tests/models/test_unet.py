@@ -1,6 +1,4 @@
-"""U-Net: parameters by hand, sizes, the original's connections, enlarging by repetition, and
-refusals.
-"""
+"""U-Net: parameters by hand, sizes, the original's connections, enlarging, and refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from tests.engine.gpu import needs_gpu
 
 
 def test_parameters_by_hand():
-    # Two levels: convolutions 3x3 without bias, a scale and a shift a channel for each norm, and
+    # Two levels: 3x3 convolutions without bias, a scale and a shift per channel for each norm, and
     # 1x1 convolutions.
     down = 9 * (1 * 4 + 4 * 4) + 2 * 2 * 4 + 9 * (4 * 8 + 8 * 8) + 2 * 2 * 8
     up = (8 * 4 + 4) + 9 * (8 * 4 + 4 * 4) + 2 * 2 * 4
@@ -43,16 +41,14 @@ def test_outputs_have_the_size_of_the_images(norm, size):
 
 
 def test_one_level_by_hand():
-    """Without halving, a U-Net is two convolutions; with one, the larger map is joined to the
-    enlarged smaller one.
-    """
+    """Without halving, a U-Net is two convolutions; with one, the enlarged small map is joined."""
     torch.manual_seed(0)
     model = build("unet", shape=(1, 6, 6), classes=2, width=2, depth=1, norm="batch").eval()
     x = torch.randn(3, 1, 6, 6)
     features = model.features
     first = features.down[0](x)
     second = features.down[1](F.max_pool2d(first, 2))
-    # Enlarging first and then convolving, as in FedDG's code, is the same.
+    # Enlarging first and then convolving, as in FedDG's code, gives the same result.
     narrowed = features.narrow[0](F.interpolate(second, scale_factor=2, mode="nearest"))
     wanted = model.head(features.up[0](torch.cat([first, narrowed], 1)))
     torch.testing.assert_close(model(x), wanted)
@@ -100,7 +96,7 @@ def test_stacked_gradients_equal_those_of_one_client(norm):
         alone = grad(loss)({key: p[k] for key, p in stacked.items()}, x[k], y[k])
         for key, gradient in alone.items():
             torch.testing.assert_close(gradients[key][k], gradient, rtol=1e-8, atol=1e-12)
-        # At each resolution something is learned, even if a ReLU is off everywhere.
+        # Parameters at each resolution are trained, even if some ReLU is always off.
         for part in ("down.0", "down.1", "down.2", "up.0", "up.1", "narrow.0", "narrow.1"):
             assert any(
                 g.abs().sum() > 0 for key, g in alone.items() if key.startswith(f"features.{part}")

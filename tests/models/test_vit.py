@@ -1,6 +1,4 @@
-"""Vision transformers: what a token is made of, which parameters there are, and prompts that are
-all that moves.
-"""
+"""Vision transformers: tokens, parameters, and prompts that are the only trained part."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ def test_tokens_are_a_convolution_of_patches_after_a_class_token():
 
 
 def test_positions_follow_the_place_of_a_patch():
-    """On a grid three times as fine, every third place is where a place was before."""
+    """On a grid three times as fine, every third position is an old one."""
     made = tokens((1, 1), (3, 5), channels=1)
     before = made.positions.detach().clone()
     made.fit(9, 15)
@@ -191,7 +189,7 @@ def test_stacked_prompts_match_one_by_one_to_the_second_derivative(fused):
         return F.cross_entropy(functional_call(model.head, parts["head"], (z,)), y)
 
     def perturbed(params: dict[str, Tensor], z: Tensor, y: Tensor) -> Tensor:
-        """A loss with a gradient by its inputs inside."""
+        """A loss that contains a gradient with respect to its inputs."""
         return loss(params, z + grad(loss, argnums=1)(params, z, y), y)
 
     for value in (loss, perturbed):
@@ -256,7 +254,7 @@ def test_experiments_take_the_options(name):
 
 
 def test_prompts_and_head_learn_digits():
-    """Random features are enough for most digits; chance is 0.1."""
+    """Random features are enough for most digits; random guessing has an accuracy of 0.1."""
     digits = load_digits()
     x, y = (
         torch.from_numpy(digits.images).float().unsqueeze(1) / 16,
@@ -306,8 +304,8 @@ def test_prompts_and_head_learn_digits():
         (
             vitprompts,
             {"source": "./nowhere", "depth": 3},
-            "depth=3 of model 'vitprompts' has no meaning beside source='./nowhere', which has a "
-            "shape of its own; valid: one of the two",
+            "depth=3 of model 'vitprompts' cannot be set together with source='./nowhere', which "
+            "determines the architecture; valid: one of the two",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Reports, read as a browser or a screen reader would."""
+"""Parsing reports like a browser or a screen reader."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ VOID = {"meta", "wbr", "link", "br", "hr", "img", "input", "circle", "path"}
 
 
 class Page(HTMLParser):
-    """What a page contains: tables by caption, text, ids and references."""
+    """The content of a page: tables by caption, text, ids and references."""
 
     def __init__(self, text):
         super().__init__()
@@ -73,6 +73,6 @@ class Page(HTMLParser):
             self._cell.append(data)
 
     def table(self, caption):
-        """Return a table as one dictionary a row, by the first column."""
+        """Return a table as one dictionary per row, by the first column."""
         header, *rows = self.tables[caption]
         return {row[0]: dict(zip(header, row, strict=True)) for row in rows}

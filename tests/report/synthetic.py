@@ -26,9 +26,9 @@ def write_run(
     every=1,
     finish=True,
 ):
-    """Write a run whose clients' scores rise over rounds, group by group, and return its directory.
+    """Write a run whose clients' scores increase over rounds, and return its directory.
 
-    ``notes`` maps the names of notes to functions of (round, ids of the cohort); unseen clients are
+    ``notes`` maps the names of notes to functions of (round, ids of the cohort). Unseen clients are
     the last ones.
     """
     directory.mkdir(parents=True)

@@ -40,7 +40,7 @@ def test_one_run_has_rates_by_value(runs):
     summary = json.loads((runs / "ditto" / "summary.json").read_text())
     assert TITLE in page.headings
     for who in ("seen", "unseen"):
-        # Clients that were not part of training adapt the model, too.
+        # Clients that were not part of training also adapt the model.
         found = summary["results"]["personal"][who]["attributes"]
         words = f"personal models, {who} clients, test data"
         for name, of in found.items():

@@ -1,6 +1,4 @@
-"""Reports: their numbers are those of the runs, and every section is there or left out with a
-reason.
-"""
+"""Reports: their numbers are those of the runs, and missing sections have a reason."""
 
 from __future__ import annotations
 
@@ -269,7 +267,7 @@ def test_seen_clients_without_test_data_are_judged_by_validation_data(tmp_path):
 
 @pytest.fixture
 def study(tmp_path):
-    """A study of three methods whose second is better than its third in all respects."""
+    """A study of three methods, of which the second dominates the third."""
     for method, seed in itertools.product(("fedavg", "faa", "ga"), (0, 1, 2)):
         groups = {"fedavg": 1, "faa": 2, "ga": 4}[method]
         write_run(

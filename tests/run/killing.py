@@ -1,8 +1,9 @@
-"""Runs in processes that are killed and started again: ``python -m tests.run.killing KIND FOLDER
-TRIALS``.
+"""Runs in processes that are killed and restarted.
 
-All processes are forked from this one, which has imported everything already, so that a trial takes
-less than a second. It has a single thread; one with several could not be forked.
+Use it as ``python -m tests.run.killing KIND FOLDER TRIALS``.
+
+All processes are forked from this one, which has already imported everything, so that a trial takes
+less than a second. It has a single thread, because a process with several cannot be forked.
 """
 
 from __future__ import annotations
@@ -39,9 +40,7 @@ def own_clouds(*, seed: int):
 
 
 def experiment(folder: Path):
-    """Return a run with every kind of file: copies of imports, best and local models, memories, a
-    state of the server.
-    """
+    """Return a run with every kind of file: code, best and local models, memories, server state."""
     file = folder / "own_clouds.py"
     file.write_text(OWN)
     return experiment_from(
@@ -77,9 +76,7 @@ def ended(child: int) -> int:
 
 
 class Steps:
-    """Counts what makes files durable, and ends the process at one of these steps, before or after
-    it.
-    """
+    """Counts the steps that make files durable, and ends the process at one of them."""
 
     def __init__(self, last: int | None = None, *, done: bool = False) -> None:
         self.count, self.last, self.done = 0, last, done
@@ -106,7 +103,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def main(kind: str, folder: str, trials: int) -> dict[str, object]:
-    """Kill runs, and say how many of them leave the same files as one that was left alone."""
+    """Kill runs, and print how many of them leave the same files as an undisturbed one."""
     torch.set_num_threads(1)
     home = Path(folder)
     run = experiment(home)

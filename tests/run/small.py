@@ -1,4 +1,4 @@
-"""A small federation and the ways to look at what its runs leave behind."""
+"""A small federation, and functions to read what its runs write."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from equipoise import Federation, Training, train
 from equipoise.optimizers import optimizer_named
 
-# What a run promises byte for byte; timings.jsonl is what may differ.
+# Files that are equal byte for byte; timings.jsonl may differ.
 PROMISED = (
     "model.safetensors",
     "personal.safetensors",
@@ -33,11 +33,11 @@ TRAINING = Training(
 
 
 class Stop(Exception):
-    """What a run is broken off with."""
+    """The exception that interrupts a run."""
 
 
 def stop_after(number):
-    """Return an ``on_round`` that breaks a run off when so many rounds are finished."""
+    """Return an ``on_round`` that interrupts a run after a number of rounds."""
 
     def on_round(progress):
         if progress.round == number:
@@ -48,9 +48,7 @@ def stop_after(number):
 
 @cache
 def federation(unseen=(7,)):
-    """Nine clients of unequal sizes in three groups, whose data are three clouds turned a little
-    for every group.
-    """
+    """Nine clients of unequal sizes in three groups, with three clouds rotated for every group."""
     rng = np.random.default_rng(0)
     sizes = [12, 40, 9, 25, 60, 18, 33, 21, 15]
     clients = np.repeat(np.arange(len(sizes)), sizes)
@@ -71,13 +69,13 @@ def federation(unseen=(7,)):
 
 
 def small_run(out=None, method="fedavg", **options):
-    """Train the small federation for a few rounds with four of its clients a round."""
+    """Train the small federation for a few rounds with four clients per round."""
     options = {"model": MODEL, "training": TRAINING, "seed": 3, **options}
     return train(options.pop("federation", None) or federation(), method=method, out=out, **options)
 
 
 def promised(directory):
-    """Read the files a run promises byte for byte."""
+    """Read the files of a run that must be equal byte for byte."""
     return {
         name: (Path(directory) / name).read_bytes()
         for name in PROMISED

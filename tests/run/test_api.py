@@ -1,4 +1,4 @@
-"""Runs from Python: what is refused, in which words, and what can be loaded again."""
+"""Runs from Python: what is refused, with which messages, and what can be loaded again."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def broken_off(tmp_path):
 
 
 class Answers(nn.Module):
-    """A model with as many outputs as one likes."""
+    """A model with a given number of outputs."""
 
     def __init__(self, outputs):
         super().__init__()
@@ -71,7 +71,10 @@ class Answers(nn.Module):
 
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_a_model_with_too_few_outputs_is_refused(outputs, tmp_path):
-    message = rf"the model answers a sample with numbers of shape \({outputs},\), but the federation has 3 classes"
+    message = (
+        rf"the model's output for a sample has shape \({outputs},\), but the federation has 3 "
+        "classes"
+    )
     with pytest.raises(InputError, match=message):
         train(federation(), model=Answers(outputs), rounds=1, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -86,7 +89,8 @@ def test_whole_numbers_for_a_model_that_needs_floating_point_are_refused(model, 
     )
     with pytest.raises(
         InputError,
-        match=r"the model cannot take a sample: x holds uint8 of shape \(1, 8, 8\); .* such as x / 255",
+        match=r"the model cannot take a sample: x holds uint8 of shape \(1, 8, 8\); .* such as "
+        "x / 255",
     ):
         train(given, model=model, rounds=1, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -147,7 +151,7 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(broken_off):
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_second_writer_is_kept_out_while_a_run_goes_on(resumed, broken_off, tmp_path):
-    """Whoever comes while the first is at work is told so, and the first does not notice."""
+    """A second process is refused while the first runs, and the first is not affected."""
     told = []
 
     def disturb(progress):
@@ -308,7 +312,7 @@ def test_the_configuration_holds_what_the_run_depended_on(broken_off):
         torch.__version__,
     )
     # The rule for a CPU: as many clients as fit into two million parameters (5·12 + 12 + 12·3 + 3
-    # of them each).
+    # each).
     assert resolved["chunk"] == 2_000_000 // 111
 
 
@@ -325,7 +329,8 @@ def test_a_loss_that_is_not_finite_names_client_and_round_and_leaves_the_last_ch
     assert note["round"] >= 1
     found = re.fullmatch(
         r"round (\d+): the (training loss|model) of client (\d+) \((\d+)\) is not finite; "
-        r"a smaller learning rate or training.clip may help; the checkpoint of round (\d+) is intact",
+        r"a smaller learning rate or training.clip may help; the checkpoint of round (\d+) is "
+        r"intact",
         str(caught.value),
     )
     assert found is not None, str(caught.value)
@@ -333,7 +338,7 @@ def test_a_loss_that_is_not_finite_names_client_and_round_and_leaves_the_last_ch
     assert (int(number), int(saved)) == (note["round"] + 1, note["round"])
     assert name == federation().client_name(int(client))
     assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
-    # The same happens again on resuming: nothing that failed was kept.
+    # Resuming fails in the same way: nothing of the failed round was kept.
     with pytest.raises(RunError, match=re.escape(str(caught.value))):
         small_run(tmp_path / "run", **wild, cohort=1, resume=True)
     assert [row["round"] for row in rows_of(tmp_path / "run", "rounds")] == list(
@@ -527,7 +532,7 @@ def test_a_run_gives_the_models_it_wrote(method, evaluation, tmp_path):
 
 @dataclass(frozen=True)
 class KeepsHead(LocalRule):
-    """Clients that never took part do not adapt anything."""
+    """Clients that never took part do not adapt the model."""
 
     name = "keepshead"
     keeps = "head"
@@ -539,7 +544,7 @@ class KeepsHead(LocalRule):
 def test_a_model_that_nobody_has_as_a_whole_is_not_handed_out(method, tmp_path):
     run = small_run(tmp_path / "run", method, cohort=2, rounds=1)
     taken_part = run.trainer.selected().clients
-    # Whoever has data can make a model of its own, unless the rule does not say how.
+    # Clients with data can adapt a model, unless the rule does not define how.
     absent = [
         client for client in range(run.trainer.federation.clients) if client not in taken_part
     ]
@@ -570,7 +575,7 @@ def test_a_loaded_model_can_be_trained_on(tmp_path):
         assert all(parameter.grad is not None for parameter in module.parameters())
         with torch.no_grad():
             module.head.bias += 1
-    # What is done to a model given away does not reach the run.
+    # Changes to a returned model do not affect the run.
     assert torch.equal(run.model().head.bias, load(tmp_path / "run").head.bias)
 
 
@@ -645,7 +650,7 @@ def test_a_module_of_ones_own_is_trained_written_and_loaded(tmp_path):
     before = {name: tensor.clone() for name, tensor in mine.state_dict().items()}
     run = small_run(tmp_path / "run", model=mine)
     assert run.config["model"] == {"name": "custom:Model"}
-    # The module that was given is not touched.
+    # The given module is not changed.
     assert all(torch.equal(tensor, before[name]) for name, tensor in mine.state_dict().items())
     assert isinstance(mine.features[1], nn.BatchNorm1d)
 
@@ -688,7 +693,7 @@ def test_resuming_needs_a_directory():
 
 @pytest.mark.parametrize("method", ["ditto", "fedrep", "fedbabu"])
 def test_an_unseen_client_has_the_model_it_was_evaluated_with(method, tmp_path):
-    """One it has made its own, as the method does it."""
+    """The model that the client has adapted, as the method defines it."""
     run = small_run(tmp_path / "run", method, rounds=2)
     data = federation()
     (absent,) = np.flatnonzero(data.unseen).tolist()
@@ -714,7 +719,7 @@ def test_clients_whose_names_are_numbers_are_not_mistaken_for_one_another(tmp_pa
         message = "client 3 is ambiguous: number 3 is called '0', and '3' is number 0; pass client='3' or client='0'"
         with pytest.raises(InputError, match=re.escape(message)):
             give(3)
-        # Each name gives the model of the samples that carried it, in whichever order they came.
+        # Each name gives the model of its samples, whatever their order.
         for name in "0123":
             kept = run.trainer.selected()
             row = kept.clients.index(list(dict.fromkeys(ids.tolist())).index(int(name)))

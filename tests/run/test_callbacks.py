@@ -1,4 +1,4 @@
-"""Callbacks: what they are told, what they see, and how they stop a run."""
+"""Callbacks: the values that they get, and how they stop a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHORT = Training(rounds=3, cohort=4)
 
 
 class Diary(Callback):
-    """Writes down what it is told."""
+    """Records its calls."""
 
     def __init__(self):
         self.events, self.losses, self.rows, self.models, self.last = [], [], {}, {}, None
@@ -134,7 +134,7 @@ def test_a_stopped_run_is_a_shorter_one(event, every, tmp_path):
     ours, theirs = promised(tmp_path / "stopped"), promised(tmp_path / "shorter")
     assert ours["model.safetensors"] == theirs["model.safetensors"]
     assert ours["local.safetensors"] == theirs["local.safetensors"]
-    # A round that was not going to be evaluated has no generalization gaps.
+    # A round that was not to be evaluated has no generalization gaps.
     last = [
         [row for row in rows_of(tmp_path / name) if row["round"] == 3]
         for name in ("stopped", "shorter")

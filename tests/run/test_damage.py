@@ -1,4 +1,4 @@
-"""Files of a run that were damaged or edited are noticed, whatever the file and wherever in it."""
+"""Damaged or edited files of a run are detected, whatever the file and the position."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def broken_off(tmp_path_factory):
 
 
 def use(directory):
-    """Do all that is done with a run directory: resume it, load its models, report on it."""
+    """Use a run directory in all ways: resume it, load its models, report on it."""
     small_run(directory, **HOW, resume=True)
     load(directory)
     load(directory, 1)
@@ -70,9 +70,7 @@ def flip(path, bit):
 
 
 def damaged(original, tmp_path, seed, *, cut):
-    """Copy a run directory and flip one bit of one of its files, or cut one of them off; all bytes
-    are equally likely.
-    """
+    """Copy a run directory and flip a random bit of a file, or truncate a file."""
     chance = random.Random(seed)
     directory = tmp_path / f"damaged-{seed}"
     shutil.copytree(original, directory)
@@ -200,7 +198,7 @@ def test_rows_appended_to_a_finished_run_are_noticed_and_kept(whole, tmp_path):
     with pytest.raises(RunError, match=r"rounds.jsonl differs from what the run wrote"):
         small_run(run, **HOW, resume=True)
     (run / "SHA256SUMS").unlink()
-    # Without checksums nothing is noticed, but a finished run is not changed either.
+    # Without checksums damage is not detected, but a finished run is not changed either.
     small_run(run, **HOW, resume=True)
     del before["SHA256SUMS"]
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
@@ -255,7 +253,7 @@ def test_damaged_checksums_are_refused(text, whole, tmp_path):
 
 
 def as_before_checksums(directory):
-    """Take all checksums out of a run directory."""
+    """Remove all checksums from a run directory."""
     (directory / "SHA256SUMS").unlink()
     for path in directory.glob("*.safetensors"):
         tensors, note = load_tensors(path)
@@ -287,7 +285,7 @@ def test_runs_without_checksums_are_used_as_before(whole, broken_off, tmp_path):
     "name", ["metrics.jsonl", "checkpoint.safetensors", "summary.json", "config.yaml"]
 )
 def test_a_full_disk_names_the_file(name, tmp_path, monkeypatch):
-    """The file system has no room left for one of the files."""
+    """The file system is full when one of the files is written."""
     real = os.fsync
 
     def full(number):

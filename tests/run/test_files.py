@@ -1,6 +1,4 @@
-"""Files that are either there, whole, or as they were before, in directories with one writer at a
-time.
-"""
+"""Files that are complete or unchanged, in directories with one writer at a time."""
 
 from __future__ import annotations
 
@@ -88,7 +86,7 @@ def test_the_content_is_durable_before_it_takes_the_place_of_the_old(tmp_path, m
             os, name, lambda *args, real=real, name=name: (calls.append(name), real(*args))[1]
         )
     write_atomically(tmp_path / "note", b"content")
-    # The file, its new name, and the folder that holds the name.
+    # The file, its new name, and the folder with the name.
     assert calls == ["fsync", "replace", "fsync"]
 
 
@@ -111,7 +109,7 @@ def test_tensors_and_their_note_come_back(tmp_path):
 
 
 def test_tensors_lie_in_memory_as_fresh_ones_do(tmp_path):
-    """PyTorch aligns what it makes to 64 bytes; in the file tensors follow each other without gaps."""
+    """PyTorch aligns tensors to 64 bytes; in the file they follow each other without gaps."""
     save_tensors(tmp_path / "file", {str(size): torch.arange(float(size)) for size in range(1, 20)})
     assert all(
         tensor.data_ptr() % 64 == 0 for tensor in load_tensors(tmp_path / "file")[0].values()

@@ -1,6 +1,4 @@
-"""Run directories of models with frozen tensors: what they hold, what they give back, what they
-refuse.
-"""
+"""Run directories of models with frozen tensors: what they contain, restore and refuse."""
 
 from __future__ import annotations
 
@@ -93,7 +91,7 @@ def test_models_come_back_whole(tmp_path):
         assert torch.equal(one(x), other(x))
         assert not torch.allclose(one(x), begun(x), atol=1e-4)
         assert torch.equal(one.stem(x), begun.stem(x))
-        # Clients were evaluated with this very model.
+        # Clients were evaluated with exactly this model.
         tokens = one.stem(x)
         by_hand = one.head(
             begun.features.encoder(torch.cat([tokens, one.features.prompts.expand(7, -1, -1)], 1))
@@ -102,7 +100,7 @@ def test_models_come_back_whole(tmp_path):
 
 
 def custom(seed=0, moving_seed=0):
-    """A module of one's own: a frozen layer with BatchNorm, and layers that move."""
+    """A user-defined module: a frozen layer with BatchNorm, and trained layers."""
     torch.manual_seed(seed)
     frozen = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12))
     nn.init.normal_(frozen[2].running_mean)
@@ -113,7 +111,7 @@ def custom(seed=0, moving_seed=0):
 def test_a_module_of_ones_own_comes_back_whole(tmp_path):
     run = frozen_run(tmp_path / "run", model=custom())
     x = pictures().x[:7]
-    # The values of what moves come from the run.
+    # The values of trained tensors come from the run.
     loaded = load(tmp_path / "run", module=custom(moving_seed=1))
     assert torch.equal(run.model()(x), loaded(x))
     assert torch.equal(loaded.features[0](x), custom().features[0](x))
@@ -136,7 +134,7 @@ def test_other_frozen_weights_are_not_resumed(tmp_path):
     ):
         frozen_run(tmp_path / "run", model=custom(seed=1), resume=True)
     assert everything_in(tmp_path / "run") == before
-    # Other values of what moves are in the checkpoint.
+    # The checkpoint has other values of trained tensors.
     frozen_run(tmp_path / "run", model=custom(moving_seed=1), resume=True)
     frozen_run(tmp_path / "whole", model=custom())
     assert promised(tmp_path / "run") == promised(tmp_path / "whole")
@@ -155,9 +153,7 @@ def test_other_frozen_weights_are_not_filled_with_a_run(tmp_path):
 
 
 def make_old(directory, module):
-    """Rewrite a run directory as the release before would have: frozen tensors in the files, no
-    word of them elsewhere.
-    """
+    """Rewrite a run directory like the previous release: with frozen tensors in the files."""
     config = config_of(directory)
     del config["resolved"]["frozen"]
     for setting in ("frozen", "encode"):

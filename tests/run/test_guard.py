@@ -1,4 +1,4 @@
-"""Guards in the round loop: attacks, dropped clients, what is recorded, and what is refused."""
+"""Guards in the round loop: attacks, dropped clients, records, and what is refused."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_lies_about_control_variates_do_not_pass_the_guard():
 
     lies, alone = lying(ATTACKS["x1e6"], uploads_only=True), scaffold(None, unseen=(LIAR,))
     assert scaffold("multikrum", engine=lies) >= alone - 0.02
-    # A bound lets a lie of ordinary length through.
+    # A bound accepts a hostile update of ordinary length.
     assert scaffold("norm", engine=lies) >= alone - 0.1
     assert scaffold(None, engine=lies) < alone - 0.3
 
@@ -92,12 +92,12 @@ def test_an_absurd_update_is_left_out_by_name_and_nobody_else_is_blamed(tmp_path
     assert [row["left_out"] for row in rows_of(tmp_path, "rounds")] == [{str(LIAR): reason}] * 3
     assert [row["cohort"] for row in rows_of(tmp_path, "rounds")] == [9] * 3
     assert caplog.messages == [
-        f"round {n} goes on without client {LIAR}: {reason}" for n in (1, 2, 3)
+        f"round {n} continues without client {LIAR}: {reason}" for n in (1, 2, 3)
     ]
     tensors, note = load_tensors(tmp_path / "checkpoint.safetensors")
     assert note["round"] == 3
     assert max(float(t.abs().max()) for t in tensors.values() if t.is_floating_point()) < 100
-    # Its weight is shared among the others, as if it had not been asked.
+    # Its weight is distributed to the others, as if it had not been asked.
     wanted = trained("fedavg", unseen=(LIAR,), rounds=3).state.model
     for name, tensor in trainer.state.model.items():
         torch.testing.assert_close(tensor, wanted[name], rtol=1e-9, atol=1e-12)
@@ -148,7 +148,7 @@ def test_dropped_clients_are_named_and_do_not_count(tmp_path):
     wanted = trained("fedavg", unseen=(LIAR,), rounds=2)
     for name, tensor in trainer.state.model.items():
         torch.testing.assert_close(tensor, wanted.state.model[name], rtol=1e-9, atol=1e-12)
-    # What the dropped client sent was sent, and counts among the bytes.
+    # The answer of the dropped client was sent, and its bytes are counted.
     assert next(iter(trainer.rounds))["bytes_up"] * 9 == next(iter(wanted.rounds))["bytes_up"] * 10
 
 
@@ -163,9 +163,7 @@ def test_who_was_scaled_is_noted(tmp_path):
 
 
 def test_dropped_clients_remember_nothing_of_the_round():
-    """So SCAFFOLD's c stays the mean of all c_k: neither side counts a round that the other does
-    not.
-    """
+    """SCAFFOLD's c stays the mean of all c_k: both sides ignore the round of a dropped client."""
     trainer = trained(
         {"name": "scaffold", "guard": "multikrum"}, engine=lying(ATTACKS["flipped"]), rounds=3
     )
@@ -179,7 +177,7 @@ def test_dropped_clients_remember_nothing_of_the_round():
 
 
 def test_local_models_are_kept_as_trained(tmp_path):
-    """Not as a guard has scaled them, and only those of clients that count."""
+    """Models before the guard scales them, and only those of clients that are kept."""
     for guard in ({"name": "norm", "bound": 1e-6}, {"name": "multikrum", "f": 0, "m": 2}):
         folder = tmp_path / guard["name"]
         options = {"cohort": 4, "rounds": 1, "evaluation": Evaluation(local=True, keep_local=True)}
@@ -191,7 +189,7 @@ def test_local_models_are_kept_as_trained(tmp_path):
         assert len(places) == row["cohort"] == (4 if guard["name"] == "norm" else 2)
         for name, stack in kept.own.items():
             assert torch.equal(stack, plain.own[name][places])
-        # Evaluated are the clients that count.
+        # Only the clients that are kept are evaluated.
         measured = {r["client"] for r in rows_of(folder) if r["model"] == "local"}
         assert measured == set(kept.clients)
 
@@ -253,7 +251,7 @@ def test_too_few_clients_are_refused_before_training_or_stop_the_run(tmp_path):
         InputError, match="the guard 'krum' needs 5 clients per round, but a cohort has 4"
     ):
         small_run(None, method={"name": "fedavg", "guard": "krum"})
-    # Of ten clients one is left out in every round.
+    # One of ten clients is left out in every round.
     method = {"name": "fedavg", "guard": {"name": "multikrum", "f": 1, "m": 9}}
     with pytest.raises(
         RunError,

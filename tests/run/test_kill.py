@@ -1,6 +1,4 @@
-"""A process that is killed at any moment and started again leaves the bytes of one that was left
-alone.
-"""
+"""A process that is killed and restarted writes the same bytes as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -21,12 +19,12 @@ from tests.trials import trials
 pytestmark = pytest.mark.slow
 
 KILLS = 20
-# A process that is going to be killed waits for it after so many rounds, however fast the machine
-# is, so that the run cannot end before the last kill.
+# A process that will be killed waits after a number of rounds, whatever the speed of the machine,
+# so that the run cannot end before the last kill.
 MOST_BETWEEN_KILLS = 7
 ROUNDS = KILLS * MOST_BETWEEN_KILLS + 5
-# A wide model: its checkpoint of several megabytes takes a good part of a round to write, so kills
-# land there too.
+# A wide model: writing its checkpoint of several megabytes takes a large part of a round, so some
+# kills happen there.
 PROGRAM = f"""
 import sys, time
 import torch
@@ -71,13 +69,13 @@ def start(directory, *, to_the_end=False):
 
 
 def some_rounds(process, directory, rounds):
-    """Wait until a process has finished so many rounds (or ended)."""
+    """Wait until a process has finished a number of rounds (or ended)."""
     for _ in range(rounds):
         process.stdout.readline()
 
 
 def checkpoint_half_written(process, directory, rounds):
-    """Wait until a process is writing a checkpoint (or has no more to write)."""
+    """Wait until a process writes a checkpoint (or has no more to write)."""
     process.stdout.readline()
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline and not (directory / "checkpoint.safetensors.tmp").exists():
@@ -85,7 +83,7 @@ def checkpoint_half_written(process, directory, rounds):
 
 
 def nothing(process, directory, rounds):
-    """Do not wait: let the kill come while a process starts, reads its files or repeats a round."""
+    """Do not wait: the kill comes while a process starts, reads its files or repeats a round."""
 
 
 def finish(process):
@@ -135,9 +133,7 @@ def test_twenty_kills_at_random_moments_change_no_byte(tmp_path):
 
 @pytest.mark.parametrize(("kind", "full"), [("steps", 120), ("random", 200)])
 def test_kills_of_many_runs_change_no_byte(kind, full, tmp_path):
-    """Kill before and after every fsync, rename and truncation, and at random moments; see
-    tests/run/killing.py.
-    """
+    """Kill before and after every fsync, rename and truncation, and at random moments."""
     command = [sys.executable, "-m", "tests.run.killing", kind, str(tmp_path), str(trials(full))]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -147,7 +143,7 @@ def test_kills_of_many_runs_change_no_byte(kind, full, tmp_path):
     found = json.loads(done.stdout)
     assert found["different"] == [], done.stderr
     assert found["steps"] >= 40
-    # A run may end before the moment of its kill.
+    # A run may end before its kill.
     assert (
         found["trials"] == found["killed"]
         if kind == "steps"

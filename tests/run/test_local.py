@@ -1,6 +1,4 @@
-"""Local models: clients' models as trained in a round, evaluated before aggregation, and kept on
-request.
-"""
+"""Local models: clients' models before aggregation, evaluated and optionally saved."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def test_losses_by_hand():
         assert run.local_model(client).head.weight.detach().numpy()[0] == pytest.approx(
             own, rel=1e-10
         )
-    # The rest of a client's gap: its loss under the global model less that under its own.
+    # A client's gap: its loss with the global model minus that with its own.
     rows = [row for row in run.trainer.metrics if "gap" in row]
     assert len(rows) == 8
     for row in rows:
@@ -85,9 +83,7 @@ def test_what_is_kept_is_what_was_evaluated(tmp_path, method, chunk):
 
 
 def test_a_local_model_has_the_parts_the_client_keeps():
-    """FedPer's clients own their heads: the local model has the client's head, as its personal
-    model does.
-    """
+    """FedPer's clients keep their heads: a local model has the client's head."""
     run = small_run(None, "fedper", evaluation=LOCAL)
     for client in run.trainer.local_models().clients:
         local, personal = run.local_model(client).state_dict(), run.model(client).state_dict()
@@ -116,7 +112,7 @@ def test_the_summary_is_of_the_cohort_of_the_round_that_counts():
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "fedper", "faa", "scaffold"])
 def test_nothing_else_changes(tmp_path, method):
-    """The same models, bytes and rows, bit for bit; only the rows of local models are added."""
+    """The same models, bytes and rows, bit for bit; only rows of local models are added."""
     for name, evaluation in (("with", LOCAL), ("without", Evaluation())):
         small_run(tmp_path / name, method, evaluation=evaluation)
     ours, theirs = promised(tmp_path / "with"), promised(tmp_path / "without")
@@ -133,9 +129,7 @@ def test_nothing_else_changes(tmp_path, method):
 
 @pytest.mark.parametrize(("local", "passes"), [(False, 2), (True, 3)])
 def test_reports_and_evaluation_share_their_pass(monkeypatch, local, passes):
-    """GA needs validation losses before and after training; local models add the test data and
-    nothing else.
-    """
+    """GA needs validation losses before and after training; local models add only test data."""
     looked = []
 
     def counting(*given):

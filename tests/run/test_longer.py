@@ -1,6 +1,4 @@
-"""A run that is made longer leaves the same bytes as one that was long from the start, or is
-refused.
-"""
+"""A run that is extended leaves the same bytes as a run of that length, or is refused."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def assert_same(directory, whole):
         {"method": "scaffold", "schedule": "exponential"},
         {"method": "local", "schedule": {"kind": "cosine", "over": 4, "warmup": 1}},
         {"method": "fedavg", "schedule": halving, "checkpoint_every": 2},
-        # The short run evaluates after round 3 only because it is its last.
+        # The short run evaluates after round 3 only because that is its last round.
         {"method": "fedavg", "evaluation": Evaluation(every=2)},
         {"method": "local", "evaluation": Evaluation(every=2, select="best")},
         {"method": "fedavg", "evaluation": Evaluation(every=2, select="best", patience=2)},
@@ -81,9 +79,7 @@ def test_a_run_is_made_longer_twice_and_after_an_interruption(tmp_path):
 
 @pytest.mark.parametrize("at", ["restore_checkpoint", "_round"])
 def test_a_run_that_is_stopped_while_it_is_made_longer_can_be_resumed(at, tmp_path, monkeypatch):
-    """The first round after the change has no checkpoint yet; the journals have been rewound
-    already.
-    """
+    """The first round after the change has no checkpoint yet, but the journals were rewound."""
     how = {"evaluation": Evaluation(every=2)}
     small_run(tmp_path / "whole", **how, rounds=6)
     small_run(tmp_path / "run", **how, rounds=3)

@@ -1,4 +1,4 @@
-"""Metrics of outputs in runs: journals, summaries, selection, resume, and code of one's own."""
+"""Metrics of outputs in runs: journals, summaries, selection, resuming, and user code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def registry(monkeypatch):
 
 
 def highest_loss(output, y):
-    """The loss of the sample that is served worst."""
+    """The loss of the sample with the highest loss."""
     return torch.nn.functional.cross_entropy(output, y, reduction="none").max()
 
 

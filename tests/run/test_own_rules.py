@@ -1,6 +1,4 @@
-"""Runs of rules of one's own: notes in the journal, facts and server state in checkpoints, parts in
-the model.
-"""
+"""Runs of user-defined rules: notes, facts and server state in checkpoints, and model parts."""
 
 from __future__ import annotations
 
@@ -110,7 +108,7 @@ def test_the_means_count_once_for_each_client_before_and_after_a_stop(tmp_path):
         small_run(tmp_path / "run", method={"name": "mixed"}, on_round=stop_after(2))
     run = small_run(tmp_path / "run", method={"name": "mixed"}, resume=True)
     model = size_in_bytes(run.trainer.state.model)
-    # Eight registered clients; the mean of five numbers and the share of three classes for each, in
+    # Eight registered clients; a mean of five numbers and shares of three classes for each, in
     # float32.
     means = 8 * (5 + 3) * 4
     had = set()

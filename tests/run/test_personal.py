@@ -1,6 +1,4 @@
-"""Personal models at evaluation: adaptation of clients without a memory, fine-tuning, and kept
-parts averaged.
-"""
+"""Personal models in evaluation: adaptation without a memory, fine-tuning, and kept parts."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ LR, SIZE = 0.1, 16
 
 @dataclass(frozen=True)
 class OwnHead(LocalRule):
-    """Keeps the head, as FedPer does; a stranger trains it."""
+    """Keeps the head, like FedPer; a new client trains it."""
 
     keeps = "head"
 
@@ -37,7 +35,7 @@ class OwnHead(LocalRule):
 
 @dataclass(frozen=True)
 class SecondHead(LocalRule):
-    """Has a personal head beside the global one."""
+    """Has a personal head in addition to the global one."""
 
     keeps = "personal.head"
 
@@ -52,7 +50,7 @@ class SecondHead(LocalRule):
 
 @dataclass(frozen=True)
 class Adapts(LocalRule):
-    """Keeps nothing, and makes two steps with everything before it is used."""
+    """Keeps nothing, and makes two steps with all parts before it is used."""
 
     def adapt(self) -> Sequence[Phase]:
         return (Phase(steps=2),)
@@ -89,8 +87,8 @@ def full(trainer, client):
 def test_who_keeps_nothing_adapts_from_the_global_model_by_plain_gradient_steps():
     trainer = trained(Adapts())
     federation = trainer.federation
-    # The same two steps by hand, on the batches that were drawn: the client's whole split, so that
-    # order cannot matter.
+    # The same two steps by hand, on the drawn batches: the client's whole split, so that the order
+    # does not matter.
     size = int(federation.train.sizes[20])
     whole = Trainer(
         federation,
@@ -142,7 +140,7 @@ def test_strangers_adapt_and_the_others_use_their_memory():
     stranger = full(trainer, 21)
     assert not torch.equal(stranger["head.weight"], trainer.state.model["head.weight"])
     assert torch.equal(stranger["features.1.weight"], trainer.state.model["features.1.weight"])
-    # Whom it is asked together with makes no difference.
+    # The result does not depend on the other clients.
     _, own = trainer.personal_models(np.arange(trainer.federation.clients))
     torch.testing.assert_close(own["head.weight"][21], stranger["head.weight"], rtol=0, atol=1e-12)
 

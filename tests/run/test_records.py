@@ -1,4 +1,4 @@
-"""Rows a client, and summaries of rows, against numbers worked out by hand."""
+"""Rows of clients, and summaries of rows, against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_summary_worked_out_by_hand():
     assert seen["group_gap"] == pytest.approx(0.5)
     assert seen["groups"] == {"a": 0.75, "b": 0.25}
     assert seen["loss"] == pytest.approx(1.5)
-    # Two clients have a gap, 0.1 and 0.5: they lie 0.2 from their mean.
+    # Two clients have a gap, 0.1 and 0.5: each is 0.2 from their mean.
     assert seen["gap_variance"] == pytest.approx(0.04)
     assert "worst_group_id" not in seen
     assert (
@@ -158,7 +158,7 @@ def test_global_and_personal_models_are_summarised_apart():
     result = summarize_rows(rows, TASK)
     assert result["global"]["seen"]["mean"] == 0.625
     assert result["personal"]["seen"]["mean"] == 0.25
-    # The gap compares the global model; a personal model has none.
+    # The gap is that of the global model; a personal model has none.
     assert result["global"]["seen"]["gap_variance"] == 0.0
     assert result["personal"]["seen"]["gap_variance"] is None
     assert summarize_rows(rows, TASK, split="val")["global"]["seen"]["clients"] == 1
@@ -194,7 +194,7 @@ def test_summaries_with_as_many_groups_as_clients_take_linear_time():
     rows = [row(client, client / 40_000, group=f"g{client}") for client in range(40_000)]
     began = time.process_time()
     summary = summarize_rows(rows, TASK)["global"]["seen"]
-    # Looking each group up in a list of all groups took 25 s.
+    # Searching each group in a list of all groups took 25 s.
     assert time.process_time() - began < 5
     assert summary["groups"]["g10000"] == 0.25
 

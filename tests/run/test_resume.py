@@ -1,4 +1,4 @@
-"""The same run twice, and a run that was broken off and went on, leave the same bytes behind."""
+"""A repeated run, and a run that was interrupted and resumed, leave the same bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METHODS = ["fedavg", "scaffold", "local", "fedadam"]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Return the directory of a run that nothing happened to; each is made once."""
+    """Return the directory of an undisturbed run, which is made once."""
     made = {}
 
     def directory(**options):
@@ -235,7 +235,7 @@ def test_a_measured_chunk_is_written_down_and_used_again(tmp_path, monkeypatch):
     assert resumed.trainer.engine.chunk == chunk
     assert f"  chunk: {chunk}\n".encode() in before
     assert (tmp_path / "run" / "config.yaml").read_bytes() == before
-    # Measuring trains, but leaves no trace: the run equals one whose chunk was given.
+    # Measuring trains, but has no effect: the run equals one with a given chunk.
     small_run(tmp_path / "given", machine=Machine(chunk=chunk))
     assert promised(tmp_path / "run") == promised(tmp_path / "given")
 
@@ -323,7 +323,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(
 
 
 class Activation(nn.Module):
-    """A layer that prints the function it applies, address and all."""
+    """A layer that prints the function that it applies, including its address."""
 
     def __init__(self, function):
         super().__init__()
@@ -383,7 +383,7 @@ def test_a_module_built_again_is_resumed_whatever_its_values(tmp_path):
 
 
 def test_the_address_of_a_function_is_no_part_of_a_module(tmp_path):
-    """A function made anew is at another address, as it is in another process."""
+    """A new function has another address, as in another process."""
     one, other = (lambda x: F.relu(x) for _ in range(2))
     assert repr(one) != repr(other)
     with pytest.raises(Stop):

@@ -1,6 +1,4 @@
-"""Samplers that ask before they choose, samplers that keep something, and samplers that choose
-wrongly.
-"""
+"""Samplers that ask clients, samplers with state, and samplers with invalid choices."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ def test_what_candidates_are_asked_is_counted_in_the_round():
     model = size_in_bytes(run.trainer.state.model)
     for row in run.trainer.rounds:
         assert row["bytes_down"] == (6 + 4) * model
-        # Candidates report loss and accuracy; the cohort its training loss, its steps and its
+        # Candidates report loss and accuracy; the cohort reports training loss, steps and
         # validation loss.
         assert row["bytes_up"] == 6 * 2 * 8 + 4 * (model + 3 * 8)
     assert run.summary["bytes_up"] == sum(row["bytes_up"] for row in run.trainer.rounds)
@@ -89,7 +87,7 @@ def test_what_a_sampler_has_learned_survives_a_stop(tmp_path):
 
 @dataclass(frozen=True)
 class Wrong(Sampler):
-    """Chooses whatever it is told to."""
+    """Returns a given choice."""
 
     name = "wrong"
     chosen: tuple[int, ...] = ()

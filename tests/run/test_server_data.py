@@ -110,9 +110,9 @@ def test_official_test_samples_stay_with_the_server():
     everything = np.concatenate([held, made.server["val"], made.server["test"]])
     assert sorted(everything.tolist()) == list(range(60))
     assert (made.test.sizes > 0).all()
-    # Without the option, clients share the official test samples among them, as before.
+    # Without the option, the official test samples are divided among clients, as before.
     assert federate(source, Iid(4)).server == {}
-    with pytest.raises(InputError, match="does not say which samples are for testing"):
+    with pytest.raises(InputError, match="needs published test samples"):
         federate(Source(x=source.x, y=source.y), Iid(4), test="server")
     with pytest.raises(InputError, match="server_val must be a share"):
         federate(source, Iid(4), server_val=1.5)
@@ -210,5 +210,5 @@ def test_a_recipe_may_return_a_federation(monkeypatch):
         "partition": "iid",
         "server_val": 0.1,
     }.items():
-        with pytest.raises(InputError, match=f"data.{option}=.* has no meaning for data 'ready'"):
+        with pytest.raises(InputError, match=f"data.{option}=.* cannot be used with data 'ready'"):
             data.load("ready", **{option: value})

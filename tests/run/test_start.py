@@ -1,4 +1,4 @@
-"""Runs that begin with the model of another run, or of a file."""
+"""Runs that start with the model of another run or of a file."""
 
 from __future__ import annotations
 
@@ -65,9 +65,7 @@ def test_other_classes_need_a_head_of_their_own(first):
 
 
 def test_training_goes_on_from_the_start(first):
-    """One round from the start is the fourth round of the run, with the random numbers of a first
-    one.
-    """
+    """A round from this start is the run's fourth, with the random numbers of a first."""
     warm, cold = small_run(rounds=1, start=first), small_run(rounds=1)
     assert (
         warm.summary["results"]["global"]["seen"]["loss"]

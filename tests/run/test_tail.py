@@ -96,7 +96,7 @@ def test_the_selected_round_and_the_mean_over_rounds_are_beside(run):
     )
     each = tail["each"]["results"]["global"]["seen"]
     assert each["sigma_clients"] == pytest.approx(sum(spreads) / 3, rel=1e-9)
-    # The mean over clients is the same by both definitions; the spread over clients is not.
+    # The mean over clients is equal for both definitions; the spread over clients is not.
     assert each["mean"] == pytest.approx(sum(means) / 3, rel=1e-12)
     assert each["mean"] == pytest.approx(
         run.summary["results"]["global"]["seen"]["mean"], rel=1e-12
@@ -119,7 +119,7 @@ def test_training_and_the_models_that_are_kept_are_the_same(run, tmp_path):
     ours, theirs = promised(run.directory), promised(without.directory)
     assert [name for name in theirs if ours[name] != theirs[name]] == ["summary.json"]
     assert without.summary["results"] == run.summary["tail"]["selected"]["results"]
-    # Where nothing is averaged, the prefixes change nothing.
+    # Without averaging, the prefixes have no effect.
     for prefix in ("selected.", "each."):
         assert value_of(without.summary, f"{prefix}mean") == value_of(without.summary, "mean")
 
@@ -210,7 +210,7 @@ def test_tables_and_tuning_use_the_averages(tmp_path):
         tail["each"]["results"]["global"]["seen"]["sigma_clients"],
         summary["validation"]["global"]["seen"]["sigma_clients"],
     ]
-    # Intervals are of the averaged clients.
+    # Intervals are those of the averaged clients.
     rows = counted_rows(tmp_path / "study/base/fedavg/seed0", summary)
     tested = [row["accuracy"] for row in rows if row["split"] == "test"]
     assert statistics.fmean(tested) == pytest.approx(seen["mean"], rel=1e-12)

@@ -1,4 +1,4 @@
-"""What the round loop measures, when it stops, which round counts, and that settings take effect."""
+"""The round loop: what it measures, when it stops, the selected round, and its settings."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_rows_that_wait_for_a_busy_device_are_written_in_any_case(tmp_path, monk
 def test_every_evaluated_client_has_one_row_a_round_a_model_and_a_split(method, models):
     run = small_run(None, method, evaluation=Evaluation(every=3))
     data, rows = federation(), list(run.trainer.metrics)
-    # Rounds 3 and 6, and the last one, 7. Under ``local`` an unseen client trains a model of its
-    # own, too.
+    # Rounds 3 and 6, and the last one, 7. With ``local`` an unseen client also trains its own
+    # model.
     wanted = [
         (number, model, split, client)
         for number in (3, 6, 7)
@@ -130,8 +130,7 @@ def test_the_gap_is_global_minus_local_validation_loss():
     before, after = small_run(None, **how, rounds=2), small_run(None, **how, rounds=3)
     rows = final_rows(after, split="val")
     with_gap = [row for row in rows if "gap" in row]
-    # Only those who have just trained have a local model to compare with, and only validation data
-    # measure it.
+    # Only clients that have just trained have a local model to compare with, on validation data.
     assert len(with_gap) == TRAINING.cohort
     assert not any("gap" in row for row in final_rows(after, split="test"))
     for row in with_gap:
@@ -163,9 +162,7 @@ def test_methods_without_a_local_and_a_global_model_have_no_gap(method):
 
 
 def with_holes():
-    """Four clients, of which client 1 has no test and client 2 no validation samples; client 3 is
-    unseen.
-    """
+    """Four clients: client 1 has no test samples, client 2 no validation samples, 3 is unseen."""
     data = federation()
     pieces = {
         name: [data.split(name).of(client) for client in (1, 3, 4, 6)]
@@ -185,7 +182,7 @@ def with_holes():
 
 
 def test_the_client_served_worst_is_named(tmp_path):
-    """Two clients agree on which half is which class; the third has it the other way round."""
+    """Two clients agree on the classes of both halves; the third has them exchanged."""
     x, y = np.tile([[-1.0], [1.0]], (30, 1)), np.tile([0, 1], 30)
     y[40:] = 1 - y[40:]
     data = Federation.from_arrays(x, y, clients=np.repeat(["north", "south", "west"], 20))
@@ -257,7 +254,7 @@ def test_rounds_tell_who_took_part_and_what_was_moved(tmp_path):
     for number, row in enumerate(rows, 1):
         assert (row["round"], row["cohort"]) == (number, 4)
         assert row["bytes_down"] == 4 * 4 * parameters
-        # Up go the parameters, and two numbers of eight bytes: the training loss and the number of
+        # Up: the parameters, and two numbers of eight bytes: the training loss and the number of
         # steps.
         assert row["bytes_up"] == 4 * (4 * parameters + 16)
     assert run.summary["bytes_up"] == sum(row["bytes_up"] for row in rows)
@@ -300,7 +297,7 @@ def test_progress_shows_the_latest_evaluation():
 
 def test_an_evaluation_that_is_not_finite_ends_the_run(tmp_path):
     data = federation()
-    # Samples that training never sees and that overflow float32 as soon as they are multiplied by a
+    # Samples that are not used in training and overflow float32 when they are multiplied by a
     # weight above one.
     x = data.x.clone()
     victim = 6
@@ -317,7 +314,7 @@ def test_an_evaluation_that_is_not_finite_ends_the_run(tmp_path):
 
 
 class Masked(nn.Module):
-    """Attends to all of its seven features but two, which a mask of minus infinity hides."""
+    """Attends to five of its seven features; a mask of minus infinity hides the others."""
 
     def __init__(self, *, buffer):
         super().__init__()
@@ -334,8 +331,8 @@ class Masked(nn.Module):
         )
 
 
-# FedMGDA+ and AFL leave clients out of the mean, SCAFFOLD takes differences of all it sends, AFL a
-# mean over rounds.
+# FedMGDA+ and AFL leave clients out of the mean, SCAFFOLD uses differences of all tensors, and AFL
+# a mean over rounds.
 @pytest.mark.parametrize(
     "method",
     [
@@ -360,7 +357,7 @@ def test_a_mask_of_minus_infinity_is_no_failure_and_stays_what_it_is(method):
 
 
 class Scaled(nn.Module):
-    """Multiplies scores that differ by thousands by one learnable number."""
+    """Multiplies scores that differ by thousands by one learned number."""
 
     def __init__(self):
         super().__init__()
@@ -371,9 +368,7 @@ class Scaled(nn.Module):
 
 
 def test_a_model_with_a_mask_that_becomes_non_finite_still_ends_the_run():
-    """The only step of the round takes the temperature, whose gradient is far above one, out of the
-    range of float32.
-    """
+    """The only step of the round moves the temperature out of the range of float32."""
     model = Model(Masked(buffer=True), Scaled())
     with pytest.raises(
         RunError,
@@ -404,8 +399,8 @@ def test_the_round_that_counts_has_the_lowest_mean_validation_loss(
     assert run.summary["round"] == best < run.summary["rounds"]
     assert run.summary["select"] == "best"
     if patience:
-        # Patience counts evaluations: so many in a row did not improve on the best one before them,
-        # and never earlier.
+        # Patience counts evaluations: this many in a row did not improve on the best one before
+        # them.
         assert run.summary["rounds"] == best + patience * every < rounds
         numbers = list(means)
         for position in range(patience, len(numbers) - 1):
@@ -414,8 +409,7 @@ def test_the_round_that_counts_has_the_lowest_mean_validation_loss(
     else:
         assert run.summary["rounds"] == rounds
 
-    # What is kept is the model of that round: training that far and no further gives the same
-    # tensors.
+    # The kept model is that of this round: training that many rounds gives the same tensors.
     until = small_run(tmp_path / "until", method, rounds=best)
     for name in ("model", "personal") if method == "local" else ("model",):
         kept, note = load_tensors(tmp_path / "run" / f"{name}.safetensors")
@@ -455,7 +449,7 @@ def test_the_last_round_counts_unless_asked_otherwise(tmp_path):
     ],
 )
 def test_the_schedule_scales_the_second_update_by_its_factor(schedule, factor, tmp_path):
-    # One step of plain SGD a round: the second update is the gradient at the same point times the
+    # One step of plain SGD per round: the second update is the gradient at the same point times the
     # learning rate.
     plain = Training(rounds=4, cohort=3, steps=1, optimizer=Sgd(lr=0.1))
     how = {"model": NO_DROPOUT, "machine": EXACT, "federation": double(federation())}
@@ -495,13 +489,13 @@ def test_bfloat16_stays_near_float32(model):
     apart = math.sqrt(
         sum(float((ends["float32"][n] - ends["bfloat16"][n]).square().sum()) for n in start)
     )
-    # Eight bits of mantissa: the way differs by about a percent, and does differ.
+    # Eight bits of mantissa: results differ by about a percent.
     assert 1e-5 < apart / moved < 0.05
 
 
 @pytest.fixture(scope="module")
 def pictures():
-    """A few small pictures a client, in float64."""
+    """A few small images per client, in float64."""
     rng = np.random.default_rng(1)
     sizes = [9, 4, 14, 6, 11]
     x = torch.from_numpy(rng.normal(size=(sum(sizes), 1, 6, 6)))
@@ -567,7 +561,7 @@ def test_partial_participation_draws_new_cohorts_and_touches_nobody_else(tmp_pat
 
 @dataclass(frozen=True)
 class Forgetful(FedAvg):
-    """Averages, and forgets to say so."""
+    """Averages, but does not declare it."""
 
     def combine(self, state, updates, cohort):
         """Average."""

@@ -1,4 +1,4 @@
-"""Ways to run studies and to look at what they leave behind."""
+"""Functions to run studies and to read what they write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from equipoise.cli import main
 
 
 def snapshot(directory):
-    """Return inode, time of change and content of all files."""
+    """Return inode, modification time and content of all files."""
     files = [path for path in directory.rglob("*") if path.is_file()]
     return {
         path: (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in files
@@ -18,7 +18,7 @@ def snapshot(directory):
 
 
 def compare(monkeypatch, capsys, *arguments):
-    """Call ``equipoise compare``, and return its exit code and what it has printed."""
+    """Call ``equipoise compare``, and return its exit code and output."""
     monkeypatch.setattr(sys, "argv", ["equipoise", "compare", *map(str, arguments)])
     with pytest.raises(SystemExit) as end:
         main()

@@ -1,4 +1,4 @@
-"""What tuning has chosen is what the study runs, also if either of them was killed."""
+"""A study runs the values that tuning has chosen, also if either was killed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tuned(tmp_path_factory):
 
 
 def bytes_of(directory):
-    """What a study promises byte for byte: the files of its runs, its results and its choice."""
+    """The files of a study that must be equal byte for byte: runs, results and choice."""
     runs = {
         path.parent.relative_to(directory): promised(path.parent)
         for path in directory.rglob("summary.json")
@@ -93,7 +93,7 @@ def test_the_study_runs_what_was_chosen_and_reuses_what_it_can(tuned, tmp_path):
     assert {job.experiment.method.aggregation.q for job in study.jobs if job.method == "qffl"} == {
         2.0
     }
-    # The values of the file need no directory of their own.
+    # The values of the file need no separate directory.
     folder = "fedprox" if mu == 0.3 else "fedprox mu=3.0"
     paths = {job.path.as_posix() for job in study.jobs if job.seed == 0}
     assert paths == {"base/fedavg/seed0", f"base/{folder}/seed0", "base/qffl q=2/seed0"}
@@ -109,7 +109,7 @@ def test_the_study_runs_what_was_chosen_and_reuses_what_it_can(tuned, tmp_path):
     }
     assert results.study.methods == ("fedavg", "fedprox", "qffl")
     assert len(results.values("base", "qffl", "mean")) == 2
-    # Copied runs are what the study would have made itself.
+    # Copied runs equal those that the study would have made itself.
     study.run(tmp_path / "anew")
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "anew")
     assert read_choices(tmp_path / "out") == read_choices(tuned)
@@ -135,7 +135,7 @@ def test_another_grid_is_refused(tuned):
         match="s.yaml: tuning has chosen 'qffl q=2' for base, which is no longer in the grid",
     ):
         study_from(changed, "s.yaml", chosen=read_choices(tuned))
-    # Methods that are not in the study any more do not matter.
+    # Methods that are no longer in the study are ignored.
     assert study_from({**STUDY, "methods": ["fedavg"]}, chosen=read_choices(tuned)).chosen == {}
 
 
@@ -197,7 +197,7 @@ def test_compare_runs_what_tune_chose(tmp_path, monkeypatch, capsys):
     assert (Path("runs/s/base/qffl q=2/seed0/summary.json")).exists()
     chosen = json.loads(Path("runs/s/results.json").read_text())["tuning"]["base"]["qffl"]
     assert (chosen["by"], chosen["split"], chosen["among"]) == ("sigma_clients", "val", 1)
-    # The study remembers what it was run with.
+    # The study stores the values that it was run with.
     Path("runs/s-tuning/chosen.yaml").rename("elsewhere.yaml")
     assert compare(monkeypatch, capsys, "s.yaml", "--no-report")[2].count("already there") == 3
     assert (
@@ -248,7 +248,7 @@ def test_seeds_methods_and_settings_are_added_to_a_finished_study(tmp_path):
 
 
 class Stop(Exception):
-    """What a study is broken off with."""
+    """The exception that interrupts a study."""
 
 
 @pytest.mark.parametrize("number", [1, 3])

@@ -26,14 +26,14 @@ def test_the_mean_has_scipys_interval():
     values = scores(seeds=1)
     found = resampled_interval(values, GROUPS, "mean")
     expected = stats.bootstrap((values[0],), np.mean).confidence_interval
-    # Other draws, so only about the same.
+    # Other draws, so only approximately equal.
     assert found == pytest.approx(tuple(expected), abs=0.01)
 
 
 @pytest.mark.parametrize("higher", [True, False])
 @pytest.mark.parametrize("metric", [*OF_CLIENTS, *OF_GROUPS])
 def test_metrics_are_those_of_summaries(metric, higher):
-    """On all clients, drawn once each, every metric is what ``fairness`` says."""
+    """On all clients, drawn once each, every metric equals that of ``fairness``."""
     values = scores(seeds=1)[0]
     ids = [int(name[1:]) for name in GROUPS]
     whole = summarize(values, ids, higher_is_better=higher).as_dict()
@@ -65,7 +65,7 @@ def test_an_interval_holds_the_value_and_is_the_same_again(metric):
 
 
 def test_seeds_are_drawn_together():
-    """A client keeps its values of all seeds, so repeating a seed changes nothing."""
+    """A client keeps its values of all seeds, so repeating a seed has no effect."""
     values = scores(seeds=1)
     once = resampled_interval(values, GROUPS, "sigma_clients")
     assert resampled_interval(

@@ -1,4 +1,4 @@
-"""Metrics of outputs in studies: columns, tables, and tuning in their own direction."""
+"""Metrics of outputs in studies: columns, tables, and tuning in the right direction."""
 
 from __future__ import annotations
 
@@ -77,9 +77,7 @@ def test_mistakes_are_found_before_anything_runs(changes, message):
 
 
 def by_hand(directory, metric, *, model, split="test"):
-    """Return the mean of a metric over seen clients, and the largest mean of a group, from the
-    rows.
-    """
+    """Return the mean of a metric over seen clients and the largest group mean, from the rows."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     wanted = (2, model, split, False)
     rows = [
@@ -107,7 +105,7 @@ def test_tables_equal_what_the_runs_say(tmp_path):
         directory = tmp_path / "base" / method / "seed0"
         mean, groups = by_hand(directory, "ece", model=model)
         assert results.values("base", method, "ece")[0] == pytest.approx(mean, rel=1e-12)
-        # Calibration errors should be low.
+        # Lower calibration errors are better.
         assert results.values("base", method, "ece.worst_group")[0] == pytest.approx(
             max(groups.values()), rel=1e-12
         )

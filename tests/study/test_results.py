@@ -117,7 +117,7 @@ def test_intervals_are_read_from_the_runs(tmp_path):
         if job.method == "fedavg"
     ]
     assert low < np.mean(values) < high
-    # The clients of a run have a spread of about 0.2 around a group mean; that of 24 means is about
+    # The clients of a run have a spread of about 0.2 around a group mean; the mean of 24 has about
     # 0.04.
     assert 0.05 < high - low < 0.25
     assert results.interval("base", "fedavg", "groups.group 1") is not None

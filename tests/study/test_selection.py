@@ -1,4 +1,4 @@
-"""DomainBed's rules to choose hyper-parameters, on runs and on made-up summaries."""
+"""DomainBed's rules to choose hyper-parameters, on runs and on artificial summaries."""
 
 from __future__ import annotations
 
@@ -70,9 +70,7 @@ def test_rules_that_cannot_be_followed_are_refused(changes, message):
 
 
 def made_up(study, validation, tested):
-    """Make results from the validation mean of each (setting, method), and the test mean of each
-    left-out group.
-    """
+    """Make results from validation means by (setting, method) and test means by left-out group."""
     summaries = {}
     for job in study.jobs:
         groups = tested[job.setting, job.method]
@@ -95,7 +93,7 @@ def test_each_rule_chooses_by_its_own_numbers():
         (group, label): score for group in GROUPS for label, score in ((weak, 0.9), (strong, 0.8))
     }
     tested = {(job.setting, job.method): {} for job in study.jobs}
-    # Left out alone: the weak one is better on plain, the strong one on the others.
+    # Left out alone: weak is better on plain, strong on the others.
     alone = {"plain": (0.5, 0.4), "rotated": (0.3, 0.6), "textured": (0.2, 0.7)}
     for group, scores in alone.items():
         for label, score in zip((weak, strong), scores, strict=True):
@@ -139,7 +137,7 @@ def test_each_rule_chooses_by_its_own_numbers():
     assert rows == [["fedavg", "0.100", "0.100", "0.100"], ["fedprox", "0.333", "0.300", "0.600"]]
     assert f"**{title}**" in results.markdown()
     assert "chosen by test data" in results.markdown()
-    # A fold whose run is missing leaves a gap, and the mean over folds is not shown.
+    # If the run of a fold is missing, the mean over folds is not shown.
     partial = {
         path: own
         for path, own in results.summaries.items()
@@ -173,7 +171,7 @@ def test_rules_on_runs(tmp_path):
         if one["rule"] in scores[chosen]:
             assert one["score"] == max(own[one["rule"]] for own in scores.values())
     assert len(plain["selection"]) == 3 * 2 * 3
-    # A second time nothing is run again.
+    # Nothing is run again the second time.
     seen = []
     study_from(STUDY, tune=True).run(tmp_path, watch=lambda job, outcome: seen.append(outcome))
     assert set(seen) == {"already there"}

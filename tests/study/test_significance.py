@@ -24,12 +24,12 @@ def test_p_values_are_scipys(seeds):
 def test_differences_without_spread():
     assert paired_p([0.0] * 5) == 1.0
     assert paired_p([0.25] * 5) == 0.0
-    # As they come from subtraction: equal up to rounding.
+    # Values from subtraction: equal up to rounding.
     assert paired_p([0.9 - 0.6, 0.8 - 0.5, 0.7 - 0.4, 0.6 - 0.3, 0.5 - 0.2]) == 0.0
 
 
 def test_holm_by_hand():
-    # The smallest counts four times, the next three times, and no value is below one before it.
+    # The smallest is multiplied by four, the next by three, and values do not decrease.
     assert holm([0.04, 0.001, 0.02, 0.5]) == pytest.approx([0.08, 0.004, 0.06, 0.5])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
     assert holm([]) == []
@@ -44,8 +44,8 @@ def test_the_others_are_tested_against_the_best_as_part_of_all_pairs(higher):
     assert (ranking.best, ranking.second) == ((f"method {order[0]}",), (f"method {order[1]}",))
     pairs = [(a, b) for a in range(4) for b in range(a)]
     raw = [stats.ttest_rel(values[a], values[b]).pvalue for a, b in pairs]
-    # Holm's adjusted values in one line: the largest, so far, of the sorted values times how many
-    # are left.
+    # Holm's adjusted values in one line: the running maximum of the sorted values times the number
+    # left.
     ranks = np.argsort(raw)
     adjusted = np.minimum(1, np.maximum.accumulate(np.array(raw)[ranks] * np.arange(6, 0, -1)))
     expected = {pairs[position]: value for position, value in zip(ranks, adjusted, strict=True)}
@@ -61,7 +61,7 @@ def test_equal_means_share_a_place():
         higher_is_better=True,
     )
     assert (ranking.best, ranking.second, ranking.p) == (("b", "c"), ("a", "d"), None)
-    # A mark on all of them would say nothing.
+    # A mark on all of them would be meaningless.
     assert rank_methods({"a": {0: 0.5}, "b": {0: 0.5}}, higher_is_better=True).best == ()
     assert rank_methods({"a": {0: 0.5}, "b": {}}, higher_is_better=True).best == ()
     assert rank_methods({}, higher_is_better=True).best == ()
@@ -81,7 +81,7 @@ def test_below_five_seeds_nothing_is_claimed():
     assert rank_methods(by_seed(far_apart), higher_is_better=True).worse == ("method 0",)
     few = rank_methods(by_seed(far_apart[:, 1:]), higher_is_better=True)
     assert (few.best, few.p, few.worse) == (("method 1",), None, ())
-    # Five seeds each, of which four are shared, are not enough.
+    # Five seeds each, of which only four are shared, are not enough.
     shifted = {"a": dict(enumerate(far_apart[0])), "b": dict(enumerate(far_apart[1], start=1))}
     assert rank_methods(shifted, higher_is_better=True).p is None
 
@@ -91,7 +91,7 @@ def test_false_claims_are_about_as_rare_as_the_level_says(methods, seeds):
     """All methods are equal, so every claim that one is worse than the best is false."""
     random, trials, claims = np.random.default_rng(1), 1500, 0
     for _ in range(trials):
-        # What seeds have in common is no reason for a claim, nor are different spreads.
+        # Common effects of seeds and different spreads must not lead to claims.
         values = random.normal(size=seeds) + random.normal(size=(methods, seeds)) * random.uniform(
             1, 2, (methods, 1)
         )

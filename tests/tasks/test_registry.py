@@ -1,4 +1,4 @@
-"""Tasks of one's own: registered, from a file of an experiment, and what cannot be registered."""
+"""User-defined tasks: registered, from a file of an experiment, and what is refused."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_task_in_a_file_of_an_experiment(tmp_path):
     assert federation.outputs == 1
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["task"], summary["score"]) == ("closeness", "close")
-    # The absolute error is what training makes smaller.
+    # Training minimizes the absolute error.
     untrained = models.build("logistic", shape=(3,), classes=1).requires_grad_(False)
     before = (untrained(federation.x).squeeze(1) - federation.y).abs().mean()
     assert summary["results"]["global"]["seen"]["loss"] < 0.9 * float(before)

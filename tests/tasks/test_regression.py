@@ -1,4 +1,4 @@
-"""The loss of a regression by hand, and outputs that do not lie beside their targets."""
+"""The loss of a regression by hand, and outputs whose shape does not match the targets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REGRESSION = tasks.build("regression")
         ([[1.0], [3.0]], [0.0, 1.0], [1.0, 4.0]),
         ([1.0, 3.0], [[0.0], [1.0]], [1.0, 4.0]),
         ([1.0, 3.0], [0.0, 1.0], [1.0, 4.0]),
-        # A model that squeezes, and a batch of one.
+        # A model that removes an axis, and a batch of one.
         (3.0, [1.0], [4.0]),
         (3.0, [[1.0]], [4.0]),
     ],
@@ -56,7 +56,7 @@ def test_other_shapes_are_refused_also_when_stacked(output, y):
 
 
 class Turned(nn.Module):
-    """Answers with samples in columns."""
+    """Returns samples in columns."""
 
     def forward(self, x):
         return x.T

@@ -1,6 +1,4 @@
-"""Segmentation: Dice by a slow loop, empty masks, what is refused, masks that move with images, and
-a real training.
-"""
+"""Segmentation: Dice by a slow loop, empty masks, refusals, augmentation, and a training run."""
 
 from __future__ import annotations
 
@@ -81,8 +79,7 @@ def test_empty_masks():
 
 def test_classes_that_are_absent_do_not_count():
     mask = torch.tensor([[[0, 1], [0, 1]]])
-    # Class 1 is half found: 2 * 1 / (2 + 1). Class 2 is nowhere, class 3 is predicted but not
-    # there.
+    # Class 1 is half found: 2 * 1 / (2 + 1). Class 2 is absent, class 3 is predicted but absent.
     half, wrong = torch.tensor([[[0, 1], [0, 0]]]), torch.tensor([[[0, 1], [3, 0]]])
     assert float(SEGMENTATION.metrics(certain(half, 4), mask)["dice"]) == pytest.approx(2 / 3)
     assert float(SEGMENTATION.metrics(certain(wrong, 4), mask)["dice"]) == pytest.approx(
@@ -162,7 +159,7 @@ def test_labels_are_not_counted_and_not_divided_by(tmp_path):
     )
     with pytest.raises(
         InputError,
-        match="dirichlet partition needs one label a sample, but source .* is a segmentation",
+        match="dirichlet partition needs one label per sample, but source .* is a segmentation",
     ):
         federate(source, Dirichlet(2, beta=1.0))
     federation = load("ellipses", images=5, size=8)
@@ -193,7 +190,7 @@ def test_a_model_for_classes_of_samples_is_refused():
 
 
 class Sharpened:
-    """Changes brightness alone, or does not say so."""
+    """Changes brightness only, with or without declaring it."""
 
     def __call__(self, x, keys):
         return 2 * x
@@ -201,9 +198,7 @@ class Sharpened:
 
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_masks_move_with_their_images(chunk):
-    """A pixel's class is its value, so a 1x1 convolution that has learned this stays right only if
-    both move alike.
-    """
+    """A pixel's class is its value, so a trained 1x1 convolution is right only if both move."""
     draws = np.random.default_rng(0)
     y = draws.integers(0, 2, (24, 5, 7))
     x = torch.tensor(y[:, None], dtype=torch.float64) * 2 - 1
@@ -227,7 +222,7 @@ def test_an_augmentation_must_say_whether_it_moves_pixels():
     how = {"model": {"name": "unet", "width": 2, "depth": 1}, "rounds": 1}
     with pytest.raises(
         InputError,
-        match="Sharpened does not say whether it moves pixels, which decides whether the targets",
+        match="Sharpened does not declare whether it moves pixels, so that the targets",
     ):
         train(federation, augment=(Sharpened(),), **how)
 

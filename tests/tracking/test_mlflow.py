@@ -22,7 +22,7 @@ BASE = {"data": "digits", "model": "logistic", "training": {"rounds": 3}}
 
 @pytest.fixture(autouse=True)
 def file_store(monkeypatch):
-    # The newest releases ask before they write plain files.
+    # The newest releases require consent before they write plain files.
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
 
 

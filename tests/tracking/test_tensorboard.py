@@ -19,7 +19,7 @@ EXPERIMENT = {
 
 
 def read(directory):
-    # What TensorBoard itself reads with.
+    # TensorBoard's own reader.
     from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(directory))

@@ -1,4 +1,4 @@
-"""Trackers in general: options, names of values, and trackers of one's own."""
+"""Trackers in general: options, names of values, and user-defined trackers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Noted(Callback):
 
     def round(self, run):
         with Path(self.file).open("a") as file:
-            file.write(f"{run.method} {run.config['seed']} {run.round} {run.record['train_loss']:.6f}\\n")
+            loss = f"{run.record['train_loss']:.6f}"
+            file.write(f"{run.method} {run.config['seed']} {run.round} {loss}\\n")
 """
 
 
@@ -40,7 +41,7 @@ def registry(monkeypatch):
 
 
 def noted(folder, name):
-    """Write a tracker of one's own to a file; each test imports another one."""
+    """Write a user-defined tracker to a file; each test imports another one."""
     (folder / f"{name}.py").write_text(OWN)
     return str(folder / f"{name}.py")
 
@@ -165,7 +166,7 @@ def test_a_tracker_of_ones_own_follows_runs_and_studies(tmp_path):
     study_from(study).run(tmp_path / "study")
     told = {tuple(line.split()[:3]) for line in file.read_text().splitlines()}
     assert told == {(m, s, r) for m in ("fedavg", "fedprox") for s in "01" for r in "12"}
-    # A finished study is not told again, also with another tracker.
+    # A finished study is not tracked again, even with another tracker.
     file.unlink()
     study_from(
         {**study, "base": {**base, "tracking": {"name": "Noted", "file": "other", "values": True}}}
@@ -183,7 +184,7 @@ def test_a_run_may_be_resumed_with_another_tracker(tmp_path):
     assert config["tracking"] == [{"name": "Noted", "file": str(file)}]
     (tmp_path / "run" / "summary.json").unlink()
     experiment_from(base).run(tmp_path / "run", resume=True)
-    # The file that a run leaves behind names its tracker, so that resuming it is tracked, too.
+    # The configuration of a run names its tracker, so that a resumed run is tracked, too.
     assert load_experiment(tmp_path / "run" / "config.yaml").tracking == (
         {"name": "Noted", "file": str(file)},
     )

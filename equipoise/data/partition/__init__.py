@@ -1,12 +1,12 @@
 """Partitions: the ways to divide a source's samples among clients.
 
-Every partition is a frozen dataclass that only stores what it is told and answers ``assign(source,
-seed)``. Where the source has groups, clients are made inside each group, so that a client always
-belongs to exactly one.
+Every partition is a frozen dataclass that stores its parameters and has a method ``assign(source,
+seed)``. If the source has groups, clients are created inside each group, so that every client
+belongs to exactly one group.
 
-``min_samples`` is the least a client may hold. It is 3 unless told otherwise, because a client
-needs one sample each to train, to validate and to test on. What cannot be met is refused before
-anything is drawn.
+``min_samples`` is the minimum number of samples per client. The default is 3, because a client
+needs one sample each for training, validation and testing. If it cannot be met, an error is raised
+before anything is drawn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What partitions have in common: the assignment they return, and dividing samples inside groups."""
+"""Common code of partitions: the assignment they return, and dividing samples inside groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Divide = Callable[[Ints, int, int, np.random.Generator], list[Ints]]
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """Who got which samples.
+    """The samples and the group of each client.
 
     Parameters
     ----------
@@ -33,11 +33,12 @@ class Assignment:
     group_names : tuple of str
         Names of the groups.
     names : tuple of str, optional
-        Names of the clients, where they have any.
+        Names of the clients, if they have any.
 
     Examples
     --------
-    >>> Assignment([np.array([0, 2]), np.array([1])], groups=[0, 0], group_names=("all",)).clients[0].tolist()
+    >>> clients = [np.array([0, 2]), np.array([1])]
+    >>> Assignment(clients, groups=[0, 0], group_names=("all",)).clients[0].tolist()
     [0, 2]
     """
 
@@ -48,10 +49,10 @@ class Assignment:
 
 
 class Partition(Protocol):
-    """Anything that can divide a source among clients."""
+    """A way to divide a source among clients."""
 
     def assign(self, source: Source, seed: int) -> Assignment:
-        """Divide the samples of ``source``; the same seed always gives the same answer."""
+        """Divide the samples of ``source``. The same seed gives the same result."""
         ...
 
 
@@ -63,16 +64,16 @@ def inside_groups(
     Parameters
     ----------
     source : Source
-        The samples; without groups they are all in one.
+        The samples. Without groups, all are in one group.
     clients : int
-        How many clients, over all groups in proportion to their samples.
+        Number of clients. Each group gets a number in proportion to its samples.
     min_samples : int
-        The least a client may hold.
+        Minimum number of samples per client.
     seed : int
-        Decides what is drawn.
+        Seed of the random draws.
     divide : callable
-        Called for each group with its samples, the number of its first client, how many clients it
-        has, and a generator. Returns the samples of each of these clients.
+        Called for each group with its samples, the index of its first client, its number of
+        clients, and a random generator. Returns the samples of each of these clients.
 
     Returns
     -------
@@ -83,7 +84,9 @@ def inside_groups(
     --------
     >>> import torch
     >>> source = Source(x=torch.zeros(6, 1), y=torch.zeros(6).long())
-    >>> parts = inside_groups(source, 2, 3, 0, lambda samples, first, clients, draws: np.array_split(samples, clients))
+    >>> def halves(samples, first, clients, draws):
+    ...     return np.array_split(samples, clients)
+    >>> parts = inside_groups(source, 2, 3, 0, halves)
     >>> [part.tolist() for part in parts.clients]
     [[0, 1, 2], [3, 4, 5]]
     """
@@ -101,22 +104,22 @@ def inside_groups(
 
 
 def apportion(clients: int, weights: NDArray[np.float64]) -> list[int]:
-    """Divide clients among groups in proportion to weights, at least one each, by D'Hondt's highest averages.
+    """Divide clients among groups in proportion to weights, with at least one client per group.
 
-    This makes the smallest weight per client as large as possible, so ``min_samples`` is met
-    whenever it can be.
+    This is D'Hondt's method of highest averages. It maximises the smallest weight per client, so
+    ``min_samples`` is met whenever that is possible.
 
     Parameters
     ----------
     clients : int
-        How many clients.
+        Number of clients.
     weights : array of shape [groups]
         The weight of each group.
 
     Returns
     -------
     list of int
-        How many clients each group gets.
+        Number of clients of each group.
 
     Examples
     --------
@@ -138,14 +141,16 @@ def apportion(clients: int, weights: NDArray[np.float64]) -> list[int]:
 
 
 def fill_up(clients: list[Ints], least: int) -> list[Ints]:
-    """Move samples, one at a time, from the client that holds most to those that hold fewer than ``least``.
+    """Move samples to clients that hold fewer than ``least``.
+
+    Each sample is taken from the client that holds most at that moment.
 
     Parameters
     ----------
     clients : list of int arrays
         The samples of every client.
     least : int
-        How many samples each client gets at least. There must be enough for all.
+        Minimum number of samples per client. There must be enough for all.
 
     Returns
     -------
@@ -176,19 +181,19 @@ def fill_up(clients: list[Ints], least: int) -> list[Ints]:
 
 
 def cuts(shares: NDArray[np.float64], size: int) -> Ints:
-    """Return where to cut ``size`` samples so that the pieces have the given shares, for `numpy.split`.
+    """Return where `numpy.split` must cut ``size`` samples to get pieces of the given shares.
 
     Parameters
     ----------
     shares : array of shape [pieces]
         Shares that sum to 1.
     size : int
-        How many samples there are.
+        Number of samples.
 
     Returns
     -------
     int array of shape [pieces - 1]
-        Where each piece but the first begins.
+        Where each piece except the first begins.
 
     Examples
     --------
@@ -204,7 +209,7 @@ def groups_of(source: Source) -> tuple[Ints, tuple[str, ...]]:
     Parameters
     ----------
     source : Source
-        The samples; without groups they are all in one named ``"all"``.
+        The samples. Without groups, all are in one group named ``"all"``.
 
     Returns
     -------
@@ -228,18 +233,18 @@ def members_by_group(source: Source) -> list[Ints]:
     Parameters
     ----------
     source : Source
-        The samples; every group must have some.
+        The samples. Every group must have some.
 
     Returns
     -------
     list of int arrays
-        One array a group.
+        One array per group.
 
     Examples
     --------
     >>> import torch
-    >>> groups = np.array([1, 0, 1])
-    >>> source = Source(x=torch.zeros(3, 1), y=torch.zeros(3).long(), groups=groups, group_names=("a", "b"))
+    >>> groups = {"groups": np.array([1, 0, 1]), "group_names": ("a", "b")}
+    >>> source = Source(x=torch.zeros(3, 1), y=torch.zeros(3).long(), **groups)
     >>> [members.tolist() for members in members_by_group(source)]
     [[1], [0, 2]]
     """
@@ -255,7 +260,7 @@ def members_by_group(source: Source) -> list[Ints]:
 
 
 def labels_of(source: Source, partition: str) -> Ints:
-    """Return the labels of a source, whose samples must have one label each.
+    """Return the labels of a source. Its samples must have one label each.
 
     Parameters
     ----------
@@ -277,21 +282,21 @@ def labels_of(source: Source, partition: str) -> Ints:
     """
     if not tasks.build(source.task).labels:
         raise InputError(
-            f"the {partition} partition needs one label a sample, but source {source.name!r} is a "
-            f"{source.task}"
+            f"the {partition} partition needs one label per sample, but source {source.name!r} is "
+            f"a {source.task}"
         )
     return source.y.cpu().numpy()
 
 
 def require_samples(samples: int, clients: int, min_samples: int, where: str) -> None:
-    """Refuse more clients than there are samples for.
+    """Refuse a number of clients for which there are too few samples.
 
     Parameters
     ----------
     samples : int
-        How many samples there are.
+        Number of samples.
     clients, min_samples : int
-        How many clients are wanted, and the least each may hold.
+        Number of clients, and minimum number of samples per client.
     where : str
         What has the samples, for the message.
 
@@ -299,7 +304,8 @@ def require_samples(samples: int, clients: int, min_samples: int, where: str) ->
     --------
     >>> require_samples(5, 2, 3, "group 'a'")
     Traceback (most recent call last):
-    equipoise.errors.InputError: group 'a' has 5 samples, too few for 2 clients with min_samples=3 each
+    equipoise.errors.InputError: group 'a' has 5 samples, too few for 2 clients with min_samples=3
+    each
     """
     wanted = count(clients, "clients") * count(min_samples, "min_samples")
     if samples < wanted:

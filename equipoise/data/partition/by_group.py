@@ -1,4 +1,4 @@
-"""Groups of unequal weight."""
+"""Groups of unequal size."""
 
 from __future__ import annotations
 
@@ -26,46 +26,47 @@ WITHIN = ("ratio", "imbalance")
 
 @dataclass(frozen=True)
 class ByGroup:
-    """Groups of very unequal weight: the domain imbalance factor of FedGCR.
+    """Groups of unequal size: the domain imbalance factor of FedGCR.
 
-    With D groups, the commonest first, and rho = imbalance^(1/(D-1)), group i gets
-    round(rho^(D-1-i)) clients and, unless ``truncate`` is off, 1/rho of the samples of group i - 1.
-    Inside a group each client holds rho times as many samples as the one before. ``imbalance=1``
-    means equal groups of two clients that hold samples 1 : 3. Clients left below ``min_samples``
-    are filled up from the largest ones of their group.
+    With D groups, the largest first, and rho = imbalance^(1/(D-1)), group i gets
+    round(rho^(D-1-i)) clients and, unless ``truncate`` is false, 1/rho of the samples of group
+    i - 1. Inside a group each client holds rho times as many samples as the one before.
+    ``imbalance=1`` means equal groups of two clients that hold samples in the ratio 1 : 3. Clients
+    below ``min_samples`` get samples from the largest clients of their group.
 
     Parameters
     ----------
     imbalance : float
-        How many times more clients (and samples) the first group has than the last, 1 or more.
+        Ratio of the number of clients (and samples) of the first group to that of the last, 1 or
+        more.
     clients : int, optional
         Total number of clients, divided among the groups in the proportions above.
     clients_per_group : sequence of int, optional
-        Exactly how many clients each group gets.
+        Number of clients of each group.
     truncate : bool
-        Leave samples out so that the groups' sizes fall by rho. Off for a source whose groups are
-        unequal already.
+        Leave out samples so that the groups' sizes fall by rho. Set it to false for a source whose
+        groups are already unequal.
     ratio : float, optional
-        rho itself, where a rounded one is wanted: FedGCR's tables use 1.5 for five groups with
-        imbalance 5 (not 1.495, which gives the fourth group one client fewer), and 1.6 for six with
+        rho itself, to use a rounded value: FedGCR's tables use 1.5 for five groups with imbalance 5
+        (not 1.495, which gives the fourth group one client fewer), and 1.6 for six groups with
         imbalance 10 (not 1.585).
     largest : int, optional
         Keep exactly this many samples of the first group, and round the share of every client down,
-        as FedGCR does. By default as many as the other groups allow are kept, and all of them are
-        given to clients.
+        as FedGCR does. By default as many are kept as the other groups allow, and all of them are
+        assigned to clients.
     within : {"ratio", "imbalance"}
-        How sizes rise inside a group: by rho from client to client, or so that the last client of a
-        group holds ``imbalance`` times as many samples as its first (FedGCR's rule for PACS).
+        How sizes increase inside a group: by rho from client to client, or so that the last client
+        of a group holds ``imbalance`` times as many samples as the first (FedGCR's rule for PACS).
     order : sequence of str, optional
         All groups, the largest first; by default the order of the source.
     min_samples : int
-        The least a client may hold.
+        Minimum number of samples per client.
 
     Examples
     --------
     >>> import torch
-    >>> groups = np.repeat(np.arange(3), 100)
-    >>> source = Source(x=torch.zeros(300, 1), y=torch.zeros(300).long(), groups=groups, group_names=("a", "b", "c"))
+    >>> groups = {"groups": np.repeat(np.arange(3), 100), "group_names": ("a", "b", "c")}
+    >>> source = Source(x=torch.zeros(300, 1), y=torch.zeros(300).long(), **groups)
     >>> assignment = ByGroup(imbalance=4).assign(source, seed=0)
     >>> [(assignment.group_names[g], len(s)) for g, s in zip(assignment.groups, assignment.clients)]
     [('a', 6), ('a', 14), ('a', 26), ('a', 54), ('b', 16), ('b', 34), ('c', 25)]
@@ -82,7 +83,7 @@ class ByGroup:
     min_samples: int = 3
 
     def assign(self, source: Source, seed: int) -> Assignment:
-        """Divide the samples of ``source``; the same seed always gives the same answer."""
+        """Divide the samples of ``source``. The same seed gives the same result."""
         if source.groups is None:
             raise InputError(
                 f"source {source.name!r} has no groups, so it cannot be partitioned by group"
@@ -126,18 +127,18 @@ class ByGroup:
         return [source.group_names.index(name) for name in self.order]
 
     def _step(self, ratio: float, clients: int) -> float:
-        """Return how many times more samples a client holds than the one before it in its group."""
+        """Return the ratio of the sizes of consecutive clients of a group."""
         one_of(self.within, WITHIN, "within of the group partition")
         if self.imbalance > 1 and self.within == "ratio":
             return ratio
         return float((self.imbalance if self.imbalance > 1 else 3) ** (1 / max(1, clients - 1)))
 
     def _kept(self, sizes: list[int], ratio: float, names: Sequence[str]) -> list[int]:
-        """Return how many samples of each group are used."""
+        """Return the number of samples used of each group."""
         if not flag(self.truncate, "truncate"):
             if self.largest is not None:
                 raise InputError(
-                    f"largest={self.largest} leaves samples out, and truncate=False forbids it"
+                    f"largest={self.largest} leaves out samples, which truncate=False forbids"
                 )
             return sizes
         if self.largest is None:
@@ -161,7 +162,7 @@ class ByGroup:
         if self.ratio is not None:
             if self.imbalance == 1:
                 raise InputError(
-                    f"ratio={self.ratio} makes no sense with imbalance=1, which means equal groups"
+                    f"ratio={self.ratio} cannot be used with imbalance=1, which means equal groups"
                 )
             return real(self.ratio, "ratio", least=1)
         return float(self.imbalance ** (1 / max(1, groups - 1)))
@@ -171,7 +172,7 @@ class ByGroup:
         if self.clients_per_group is not None:
             if self.clients is not None:
                 raise InputError(
-                    "give clients or clients_per_group to the group partition, not both"
+                    "set clients or clients_per_group of the group partition, not both"
                 )
             if len(self.clients_per_group) != len(falling):
                 raise InputError(
@@ -191,7 +192,7 @@ class ByGroup:
 
 
 def _falling_sizes(sizes: list[int], ratio: float) -> list[int]:
-    """Keep as many samples of each group as let every group have 1/ratio of the samples of the one before."""
+    """Return the largest sizes such that every group has 1/ratio of the samples of the previous."""
     kept = [int(min(size * ratio**group for group, size in enumerate(sizes)) + 1e-9)]
     for size in sizes[1:]:
         kept.append(min(size, int(kept[-1] / ratio + 1e-9)))

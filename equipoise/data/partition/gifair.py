@@ -1,4 +1,4 @@
-"""GIFAIR's two ways to divide handwritten characters: by classes, and into three groups of writers."""
+"""GIFAIR's two partitions of handwritten characters: by class, and into three groups of writers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from equipoise.errors import InputError
 
 # How many classes are digits, capital and lowercase letters, in the order of the labels.
 _KINDS = (10, 26, 26)
-# Clients, images a client, and which of digits (0), capital (1) and lowercase letters (2) they are:
-# GIFAIR, table 3.
+# Clients, images per client, and which of digits (0), capital (1) and lowercase letters (2) they
+# hold: GIFAIR, table 3.
 _THREE_GROUPS = {
     "capital": (60, 800, (0, 1)),
     "lowercase": (100, 1000, (0, 2)),
@@ -26,22 +26,22 @@ _THREE_GROUPS = {
 
 @dataclass(frozen=True)
 class Skewed:
-    """Label skew of GIFAIR's FEMNIST-Skewed: client k holds classes k, k + 1, ... in a circle, as many of each.
+    """Label skew of GIFAIR's FEMNIST-Skewed: client k holds classes k, k + 1, ... cyclically.
 
-    The paper has 100 clients with 5 of 10 classes and 500 images. Unlike `ClassesPerClient`, which
-    divides all there is, every client holds the same number of samples; what is left over belongs
-    to nobody.
+    A client holds equally many samples of each of its classes. The paper has 100 clients with 5 of
+    10 classes and 500 images. Unlike `ClassesPerClient`, which divides all samples, every client
+    holds the same number of samples; the remaining samples are not used.
 
     Parameters
     ----------
     scale : float
-        Multiplies ``images``, to fit the data at hand.
+        Multiplies ``images``, to fit the available data.
     clients : int
-        How many clients.
+        Number of clients.
     classes : int
-        How many classes each client holds.
+        Number of classes per client.
     images : int
-        How many samples of each of its classes a client holds at ``scale=1``.
+        Number of samples of each of its classes that a client holds at ``scale=1``.
 
     Examples
     --------
@@ -58,11 +58,11 @@ class Skewed:
     images: int = 100
 
     def assign(self, source: Source, seed: int) -> Assignment:
-        """Divide the samples of ``source``; the same seed always gives the same answer."""
+        """Divide the samples of ``source``. The same seed gives the same result."""
         labels, total = _labels_without_groups(source, "skewed"), source.classes or 0
         if count(self.classes, "classes") > total:
             raise InputError(
-                f"classes={self.classes} a client is more than the {total} of source "
+                f"classes={self.classes} per client is more than the {total} of source "
                 f"{source.name!r}"
             )
         classes_of = (
@@ -94,25 +94,25 @@ class Skewed:
 
 @dataclass(frozen=True)
 class ThreeGroups:
-    """GIFAIR's FEMNIST-3-Groups: clients who write capital letters, lowercase letters, or both, and digits.
+    """GIFAIR's FEMNIST-3-Groups: clients with capital letters, lowercase letters, or both.
 
-    ==========  =======  ===============  =====================================
-    group       clients  images a client  of
-    ==========  =======  ===============  =====================================
-    capital          60              800  digits, capital letters
-    lowercase       100            1,000  digits, lowercase letters
-    mixed            40              600  digits, capital and lowercase letters
-    ==========  =======  ===============  =====================================
+    ==========  =======  =================  =====================================
+    group       clients  images per client  characters
+    ==========  =======  =================  =====================================
+    capital          60                800  digits, capital letters
+    lowercase       100              1,000  digits, lowercase letters
+    mixed            40                600  digits, capital and lowercase letters
+    ==========  =======  =================  =====================================
 
     The paper does not say whether its 800, 1,000 and 600 images are those of a client or of a
-    group; 2,400 images in all could not give the accuracy it reports on 62 classes, so they are a
-    client's. Inside a group the kinds of characters come in the proportion in which the source has
-    them. No image is used twice.
+    group. They are taken as those of a client, because 2,400 images in total could not give the
+    accuracy that it reports on 62 classes. Inside a group, the kinds of characters have the same
+    proportions as in the source. No image is used twice.
 
     Parameters
     ----------
     scale : float
-        Multiplies the images a client holds, to fit the data at hand.
+        Multiplies the number of images per client, to fit the available data.
 
     Examples
     --------
@@ -126,7 +126,7 @@ class ThreeGroups:
     scale: float = 1.0
 
     def assign(self, source: Source, seed: int) -> Assignment:
-        """Divide the samples of ``source``; the same seed always gives the same answer."""
+        """Divide the samples of ``source``. The same seed gives the same result."""
         labels = _labels_without_groups(source, "threegroups")
         if source.classes != sum(_KINDS):
             raise InputError(
@@ -158,7 +158,7 @@ class ThreeGroups:
 
 
 def _kinds_wanted(scale: float, available: Ints) -> Ints:
-    """Count the digits, capital and lowercase letters (columns) that each group (rows) takes."""
+    """Return the number of digits, capital and lowercase letters (columns) of each group (rows)."""
     wanted = np.zeros((len(_THREE_GROUPS), len(available)), np.int64)
     for group, (clients, images, kinds) in enumerate(_THREE_GROUPS.values()):
         there = np.where(np.isin(np.arange(len(available)), kinds), available, 0)

@@ -17,9 +17,9 @@ class Iid:
     Parameters
     ----------
     clients : int
-        How many clients, over all groups in proportion to their samples.
+        Number of clients. Each group gets a number in proportion to its samples.
     min_samples : int
-        The least a client may hold.
+        Minimum number of samples per client.
 
     Examples
     --------
@@ -33,7 +33,7 @@ class Iid:
     min_samples: int = 3
 
     def assign(self, source: Source, seed: int) -> Assignment:
-        """Divide the samples of ``source``; the same seed always gives the same answer."""
+        """Divide the samples of ``source``. The same seed gives the same result."""
 
         def divide(
             samples: Ints, first: int, clients: int, draws: np.random.Generator

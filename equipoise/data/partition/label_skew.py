@@ -1,4 +1,4 @@
-"""Clients that hold unlike labels: drawn from a Dirichlet, or given by a rule."""
+"""Clients with different labels: drawn from a Dirichlet distribution, or given by a rule."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from equipoise.errors import InputError
 
 @dataclass(frozen=True)
 class Dirichlet:
-    """Label skew: proportions of classes are drawn from a symmetric Dirichlet.
+    """Label skew: proportions of classes are drawn from a symmetric Dirichlet distribution.
 
-    Two ways are in use under this name, and they make unlike federations. As it stands, each class
-    is shared out among the clients in drawn proportions, so clients differ in size too; those left
-    below ``min_samples`` are then filled up one sample at a time, each from whoever holds most at
-    that moment. With ``equal``, clients are of equal size and each draws the proportions of its own
-    classes (Hsu et al., 2019), one client after the other; a class that has run out leaves its
-    share to the rest, so the last clients take what there is.
+    Two variants are known under this name, and they give different federations. By default, each
+    class is divided among the clients in random proportions, so clients also differ in size.
+    Clients below ``min_samples`` then get one sample at a time from the client that holds most at
+    that moment. With ``equal``, clients have equal sizes, and each draws the proportions of its own
+    classes (Hsu et al., 2019), one client after the other. When a class is used up, its share goes
+    to the other classes, so the last clients get the remaining samples.
 
-    Small ``beta`` gives few classes to a client, large ``beta`` approaches `Iid`.
+    With a small ``beta`` a client has few classes; a large ``beta`` approaches `Iid`.
 
     Parameters
     ----------
     clients : int
-        How many clients, over all groups in proportion to their samples.
+        Number of clients. Each group gets a number in proportion to its samples.
     beta : float
-        Concentration of the Dirichlet, above 0.
+        Concentration of the Dirichlet distribution, above 0.
     equal : bool
-        Whether clients are of equal size and draw their own proportions.
+        Whether clients have equal sizes and draw their own proportions.
     min_samples : int
-        The least a client may hold.
+        Minimum number of samples per client.
 
     Examples
     --------
@@ -44,7 +44,8 @@ class Dirichlet:
     >>> source = Source(x=torch.zeros(40, 1), y=torch.arange(40) % 4)
     >>> [len(samples) for samples in Dirichlet(5, beta=0.1).assign(source, seed=0).clients]
     [11, 3, 11, 3, 12]
-    >>> [len(samples) for samples in Dirichlet(5, beta=0.1, equal=True).assign(source, seed=0).clients]
+    >>> equal = Dirichlet(5, beta=0.1, equal=True).assign(source, seed=0)
+    >>> [len(samples) for samples in equal.clients]
     [8, 8, 8, 8, 8]
     """
 
@@ -54,7 +55,7 @@ class Dirichlet:
     min_samples: int = 3
 
     def assign(self, source: Source, seed: int) -> Assignment:
-        """Divide the samples of ``source``; the same seed always gives the same answer."""
+        """Divide the samples of ``source``. The same seed gives the same result."""
         beta, labels = real(self.beta, "beta"), labels_of(source, "dirichlet")
 
         def by_class(samples: Ints, draws: np.random.Generator) -> Iterator[Ints]:
@@ -96,16 +97,18 @@ class Dirichlet:
 
 @dataclass(frozen=True)
 class ClassesPerClient:
-    """Label skew by rule: client k holds classes k, k + 1, ... in a circle, each shared equally by its holders.
+    """Label skew by a rule: client k holds classes k, k + 1, ... cyclically.
+
+    The samples of a class are divided equally among the clients that hold it.
 
     Parameters
     ----------
     clients : int
-        How many clients, over all groups in proportion to their samples.
+        Number of clients. Each group gets a number in proportion to its samples.
     classes : int
-        How many classes each client holds.
+        Number of classes per client.
     min_samples : int
-        The least a client may hold.
+        Minimum number of samples per client.
 
     Examples
     --------
@@ -121,12 +124,12 @@ class ClassesPerClient:
     min_samples: int = 3
 
     def assign(self, source: Source, seed: int) -> Assignment:
-        """Divide the samples of ``source``; the same seed always gives the same answer."""
+        """Divide the samples of ``source``. The same seed gives the same result."""
         labels = labels_of(source, "classes")
         total = source.classes or 0
         if count(self.classes, "classes") > total:
             raise InputError(
-                f"classes={self.classes} a client is more than the {total} of source "
+                f"classes={self.classes} per client is more than the {total} of source "
                 f"{source.name!r}"
             )
 
@@ -139,8 +142,8 @@ class ClassesPerClient:
                 if not holders:
                     raise InputError(
                         f"none of clients {first} to {first + clients - 1} would hold class "
-                        f"{label}: {self.classes} classes a client do not cover all {total}; ask "
-                        "for more clients or more classes a client"
+                        f"{label}: {self.classes} classes per client do not cover all {total}; ask "
+                        "for more clients or more classes per client"
                     )
                 of_class = draws.permutation(samples[labels[samples] == label])
                 for client, piece in zip(
@@ -160,11 +163,11 @@ class ClassesPerClient:
 
 
 def _take(shares: NDArray[np.float64], size: int, left: Ints, draws: np.random.Generator) -> Ints:
-    """Draw the classes of ``size`` samples in the given proportions, never more of a class than are left of it."""
+    """Draw the classes of ``size`` samples in the given proportions, at most ``left`` of each."""
     taken = np.zeros_like(left)
     while (missing := size - taken.sum()) > 0:
         odds = np.where(taken < left, shares, 0.0)
-        if not odds.sum() > 0:  # nothing is left of the classes drawn
+        if not odds.sum() > 0:  # the classes drawn are used up
             odds = (left - taken).astype(float)
         taken = np.minimum(taken + draws.multinomial(missing, odds / odds.sum()), left)
     return taken

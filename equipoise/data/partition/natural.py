@@ -1,4 +1,4 @@
-"""Clients as the data know them."""
+"""The clients that the data were collected from."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from equipoise.errors import InputError
 
 @dataclass(frozen=True)
 class Natural:
-    """Every client holds what came from it; clients with fewer than ``min_samples`` samples are left out.
+    """Every client holds its own samples; clients with fewer than ``min_samples`` are left out.
 
     Parameters
     ----------
     min_samples : int
-        The least a client may hold.
+        Minimum number of samples per client.
 
     Examples
     --------
     >>> import torch
     >>> ids = np.array(["ann"] * 3 + ["bob"] * 4 + ["cleo"])
-    >>> Natural().assign(Source(x=torch.zeros(8, 1), y=torch.zeros(8).long(), ids=ids), seed=0).names
+    >>> source = Source(x=torch.zeros(8, 1), y=torch.zeros(8).long(), ids=ids)
+    >>> Natural().assign(source, seed=0).names
     ('ann', 'bob')
     """
 
     min_samples: int = 3
 
     def assign(self, source: Source, seed: int) -> Assignment:
-        """Divide the samples of ``source``; nothing is drawn, so the seed changes nothing."""
+        """Divide the samples of ``source``. Nothing is drawn, so the seed is ignored."""
         if source.ids is None:
             raise InputError(
-                f"source {source.name!r} does not know which client a sample came from; partition "
-                "it another way"
+                f"source {source.name!r} has no client ids, which the natural partition needs; "
+                "choose another partition"
             )
         names, first, holder, sizes = np.unique(
             source.ids, return_index=True, return_inverse=True, return_counts=True

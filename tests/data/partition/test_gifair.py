@@ -1,4 +1,4 @@
-"""GIFAIR's Skewed and 3-Groups partitions, counted sample by sample."""
+"""GIFAIR's Skewed and 3-Groups partitions, checked by counting samples."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_skewed_with_other_numbers():
         (Skewed(0.07), "the largest that fits is scale=0.065"),
         (Skewed(0.001), "scale=0.001 leaves clients too few images; valid: from 0.01 on"),
         (Skewed(0), "scale must be a finite number above 0, got 0"),
-        (Skewed(classes=11), "classes=11 a client is more than the 10 of source 'custom'"),
+        (Skewed(classes=11), "classes=11 per client is more than the 10 of source 'custom'"),
         (Skewed(clients=0), "clients must be a whole number of at least 1, got 0"),
         (ThreeGroups(), "needs 62 classes in the order 0-9A-Za-z, source 'custom' has 10"),
     ],
@@ -77,7 +77,7 @@ def test_sources_with_groups_are_refused(partition):
 
 
 def test_three_groups_by_hand():
-    # 3,600 digits, 2,400 capital and 1,200 lowercase letters: their shares are easy to work out.
+    # 3,600 digits, 2,400 capital and 1,200 lowercase letters: their shares are easy to compute.
     labels = np.concatenate(
         [np.repeat(np.arange(10), 360), 10 + np.arange(2400) % 26, 36 + np.arange(1200) % 26]
     )
@@ -99,8 +99,8 @@ def test_three_groups_by_hand():
 
 
 def test_three_groups_name_the_largest_scale():
-    # Digits run out first. 24, 30 and 18 images a client take 1440/6000 + 3000/4800 + 720/7200 =
-    # 0.965 of them; scale=0.031 means 25, 31 and 19 and would take 1500/6000 + 3100/4800 + 760/7200
+    # Digits run out first. 24, 30 and 18 images per client use 1440/6000 + 3000/4800 + 720/7200 =
+    # 0.965 of them; scale=0.031 means 25, 31 and 19, and would use 1500/6000 + 3100/4800 + 760/7200
     # = 1.001.
     labels = np.concatenate(
         [np.repeat(np.arange(10), 360), 10 + np.arange(2400) % 26, 36 + np.arange(1200) % 26]

@@ -1,6 +1,4 @@
-"""Partitions: who gets what, worked out by hand where nothing is drawn and by slow loops where
-something is.
-"""
+"""Partitions, checked by hand if nothing is random and by slow loops otherwise."""
 
 from __future__ import annotations
 
@@ -96,15 +94,12 @@ def test_clients_follow_the_groups_sizes() -> None:
 
 
 def test_min_samples_is_met_where_proportions_rounded_up_would_not() -> None:
-    # 3 clients in proportion 10 : 5 would be 2 : 1, and the fourth must go to the first group, not
-    # the second.
+    # 3 clients in proportion 10 : 5 would be 2 : 1, and the fourth must go to the first group.
     assert sizes_by_group(Iid(4, min_samples=3).assign(grouped(10, 5), 0)) == [[4, 3, 3], [5]]
 
 
 def test_dirichlet_matches_its_definition() -> None:
-    """With many draws, shares of a class have the Dirichlet's mean 1/K and variance (K-1)/(K^2 (K
-    beta + 1)).
-    """
+    """Over many draws, shares of a class have mean 1/K and variance (K-1)/(K^2 (K beta + 1))."""
     clients, beta, of_class = 4, 0.5, 500
     source = plain(2 * of_class, classes=2)
     shares = []
@@ -137,10 +132,9 @@ def test_dirichlet_always_ends(clients: int, beta: float, least: int, seed: int)
 
 
 def test_equal_clients_draw_their_own_proportions() -> None:
-    """Of a client that draws first, a class's share has the Dirichlet's mean 1/C and variance
-    (C-1)/(C^2 (C beta + 1)).
+    """For the first client, a class's share has mean 1/C and variance (C-1)/(C^2 (C beta + 1)).
 
-    To that a finite client adds the noise of drawing, E[q (1 - q)]/n.
+    A finite client adds the noise of drawing, E[q (1 - q)]/n.
     """
     classes, beta, size = 4, 0.5, 250
     source = plain(
@@ -160,7 +154,7 @@ def test_equal_clients_draw_their_own_proportions() -> None:
 def test_equal_clients_take_what_is_left_of_the_classes() -> None:
     source = plain(100, classes=2)
     held = Dirichlet(4, 1e-6, equal=True).assign(source, 0).clients
-    # A draw is of one class or the other; whoever draws one that has run out takes the other.
+    # A draw is of one class or the other; if a class is used up, the other is taken.
     assert sizes(Dirichlet(4, 1e-6, equal=True).assign(source, 0)) == [25, 25, 25, 25]
     assert [len(set(source.y[samples].tolist())) for samples in held] == [1, 1, 1, 1]
     assert np.bincount(source.y[np.concatenate(held)]).tolist() == [50, 50]
@@ -272,7 +266,7 @@ PACS_5 = [[45, 68, 102, 153, 229], [42, 95, 213], [34, 172], [121]]
     ],
 )
 def test_sizes_as_published(partition: ByGroup, published: list[list[int]], off: int) -> None:
-    """FedGCR's settings; where its own roundings differ, so do single clients, by one sample."""
+    """FedGCR's settings; where its own rounding differs, single clients differ by one sample."""
     held = sizes_by_group(partition.assign(grouped(*[4000] * len(published)), 0))
     ours, theirs = np.concatenate(held), np.concatenate(published)
     assert [len(group) for group in held] == [len(group) for group in published]
@@ -376,7 +370,7 @@ MIXED = Source(
         (Dirichlet(5, 0), plain(), "beta must be a finite number above 0, got 0"),
         (Dirichlet(5, float("nan")), plain(), "beta must be a finite number above 0, got nan"),
         (Dirichlet(5, "much"), plain(), "beta must be a finite number above 0, got 'much'"),  # type: ignore[arg-type]
-        (Dirichlet(5, 1.0), REGRESSION, "needs one label a sample"),
+        (Dirichlet(5, 1.0), REGRESSION, "needs one label per sample"),
         (Dirichlet(5, 1.0, equal="no"), plain(), "equal must be true or false, got 'no'"),  # type: ignore[arg-type]
         (ByGroup(2, truncate="no"), grouped(40, 40), "truncate must be true or false, got 'no'"),  # type: ignore[arg-type]
         (ClassesPerClient(5, 11), plain(), "more than the 10"),
@@ -395,7 +389,7 @@ MIXED = Source(
             grouped(50, 50),
             "ratio must be a finite number of at least 1, got 0.5",
         ),
-        (ByGroup(1, ratio=1.5), grouped(50, 50), "makes no sense with imbalance=1"),
+        (ByGroup(1, ratio=1.5), grouped(50, 50), "cannot be used with imbalance=1"),
         (
             ByGroup(5, largest=0),
             grouped(50, 50),
@@ -411,7 +405,7 @@ MIXED = Source(
             grouped(50, 20),
             "group 'b' has 20 samples, but largest=50 needs 25 of it",
         ),
-        (ByGroup(2, largest=9, truncate=False), grouped(50, 50), "truncate=False forbids it"),
+        (ByGroup(2, largest=9, truncate=False), grouped(50, 50), "which truncate=False forbids"),
         (ByGroup(2, within="rato"), grouped(50, 50), "did you mean 'ratio'"),
         (
             ByGroup(2, order=("a", "c")),
@@ -427,7 +421,7 @@ MIXED = Source(
             "each of clients_per_group must be a whole number of at least 1, got 0",
         ),
         (ByGroup(40), grouped(50, 50), "group 'a' has 50 samples, too few for 40 clients"),
-        (Natural(), plain(), "does not know which client"),
+        (Natural(), plain(), "has no client ids"),
         (Natural(), MIXED, "client 1 of source 'custom' has samples in groups a and b"),
         (Natural(min_samples=5), MIXED, "the largest has 4"),
     ],
