@@ -1,4 +1,4 @@
-"""The bare loop and Equipoise, round by round in turns: a ratio that a machine's changing moods cannot spoil.
+"""The bare loop and Equipoise in turns, round by round, so that load affects both alike.
 
 ``python -m benchmarks.paired --job pfl --rounds 6``. Both peers train in one process, one thread
 each; after every round a peer hands over to the other, so that both see the same neighbours, clocks

@@ -286,6 +286,7 @@ class SpreadEngine:
     metrics: Any = _OfHere()
     counting: Any = _OfHere()
     total_was_read: Any = _OfHere()
+    not_replayed: Any = _OfHere()
 
     def __init__(self, here: StackedEngine, link: Link | Alone, method: Method) -> None:
         self.here, self.link, self.method = here, link, method
@@ -438,6 +439,10 @@ class SpreadEngine:
 
     def keep(self) -> None:
         """Do nothing: models that may count are copied."""
+
+    def while_busy(self, work: Callable[[], None]) -> None:
+        """Do some work while the GPU of this process trains; without a GPU, now."""
+        self.here.while_busy(work)
 
     def commit(self, cohort: SpreadCohort) -> None:
         """Make what the cohort's clients wrote in its round their newest memory."""

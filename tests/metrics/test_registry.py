@@ -82,7 +82,8 @@ def test_names_of_columns_and_of_tables_are_refused(name):
         ),
         (
             {"range": (1, 0)},
-            r"range of metric 'error_rate' must be the smallest and the largest value, got \(1, 0\)",
+            r"range of metric 'error_rate' must be the smallest and the largest value, "
+            r"got \(1, 0\)",
         ),
         (
             {"range": 1},

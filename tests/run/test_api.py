@@ -716,7 +716,10 @@ def test_clients_whose_names_are_numbers_are_not_mistaken_for_one_another(tmp_pa
     data = Federation.from_arrays(x, y, clients=ids)
     run = train(data, method="local", model="logistic", rounds=1, out=tmp_path / "run")
     for give in (run.model, lambda client: load(tmp_path / "run", client)):
-        message = "client 3 is ambiguous: number 3 is called '0', and '3' is number 0; pass client='3' or client='0'"
+        message = (
+            "client 3 is ambiguous: number 3 is called '0', and '3' is number 0; "
+            "pass client='3' or client='0'"
+        )
         with pytest.raises(InputError, match=re.escape(message)):
             give(3)
         # Each name gives the model of its samples, whatever their order.

@@ -48,7 +48,10 @@ def test_a_last_dimension_of_one_does_not_matter(output, y, wanted):
     ],
 )
 def test_other_shapes_are_refused_also_when_stacked(output, y):
-    message = rf"has shape \({str(output)[1:-1]}\), but its targets have shape \({str(y)[1:-1]}\); valid: the same"
+    message = (
+        rf"has shape \({str(output)[1:-1]}\), but its targets have shape \({str(y)[1:-1]}\); "
+        "valid: the same"
+    )
     with pytest.raises(InputError, match=message):
         REGRESSION.loss(torch.zeros(output), torch.zeros(y))
     with pytest.raises(InputError, match=message):
