@@ -84,7 +84,7 @@ class Parts:
         self._open.pop()
 
     def _turn(self) -> None:
-        """Give the time since the last turn to the part that is open."""
+        """Add the time since the last turn to the part that is open."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         now = time.perf_counter()
@@ -223,7 +223,7 @@ def _run(
 
 
 def of_kernels(events: Sequence[Any]) -> dict[str, float]:
-    """Give the time of every kernel to the innermost part that it began in.
+    """Assign the time of every kernel to the innermost part that it began in.
 
     Parameters
     ----------

@@ -171,7 +171,7 @@ def measure(
 
 
 def fits(name: str, cohort: int, device: str) -> bool:
-    """Say whether a cohort's parameters fit into memory."""
+    """Return whether a cohort's parameters fit into memory."""
     if not device.startswith("cuda"):
         return True
     model, options, shape = MODELS[name]

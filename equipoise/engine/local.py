@@ -272,7 +272,7 @@ class PhaseRun:
         return StepInput(positions, cut(self.batches.keys), mask, counts, numbers)
 
     def _padded(self, counts: NDArray[np.int64], width: int) -> bool:
-        """Say whether some client of a step has fewer samples than the batch is wide."""
+        """Return whether some client of a step has fewer samples than the batch is wide."""
         alone = counts.shape[0] == 1 and self.batches.a_step == 1
         return not alone and bool((counts < width).any())
 

@@ -285,7 +285,7 @@ def _only_recording() -> Iterator[None]:
 
 
 def _out_of_memory(error: BaseException | None) -> bool:
-    """Say whether memory has run out, perhaps in a capture that could not be ended then."""
+    """Return whether memory has run out, perhaps in a capture that could not be ended then."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__context__
     return error is not None

@@ -858,7 +858,7 @@ def _named(
 
 
 def _packs(channels: int, inner: int) -> bool:
-    """Say whether much of a partial product would be empty at one place of the kernel."""
+    """Return whether much of a partial product would be empty at one place of the kernel."""
     return triton.cdiv(channels, inner) * inner > 1.25 * channels
 
 

@@ -31,7 +31,7 @@ from equipoise.random import _GOLDEN, _MULTIPLIERS
 
 @cache
 def work_on(device: torch.device) -> bool:
-    """Say whether Triton can build and launch kernels for a device.
+    """Return whether Triton can build and launch kernels for a device.
 
     It needs a recent GPU and a C compiler.
     """
@@ -117,7 +117,7 @@ def _total(values: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _spread(values: tl.tensor) -> tl.tensor:
-    """Give every place of a tile its channel's value."""
+    """Broadcast values of channels over the places of a tile."""
     return values[:, None, None]
 
 

@@ -196,7 +196,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Say whether a layer normalises as PyTorch's do, and does nothing else."""
+        """Return whether a layer normalises as PyTorch's do, and does nothing else."""
         kind = type(layer)
         usual = (
             kind.forward is nn.modules.batchnorm._BatchNorm.forward
@@ -366,7 +366,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def _nested() -> bool:
-    """Say whether one transform of ``torch.func`` is inside another, as a gradient in ``vmap``.
+    """Return whether one transform of ``torch.func`` is inside another, as a gradient in ``vmap``.
 
     PyTorch's rules for the gradients of BatchNorm and LayerNorm under ``vmap`` treat mean and
     variance as constants if they are differentiated again
@@ -429,7 +429,7 @@ class Linear(nn.Linear):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Say whether a layer is an ordinary linear one, without hooks as of ``weight_norm``."""
+        """Return whether a layer is an ordinary linear one, without hooks as of ``weight_norm``."""
         return type(layer) is nn.Linear and not has_hooks(layer)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -449,7 +449,7 @@ class Linear(nn.Linear):
 
 
 def _stacked_on_gpu(x: Tensor) -> bool:
-    """Say whether this is a pass of stacked clients on a GPU."""
+    """Return whether this is a pass of stacked clients on a GPU."""
     return _current is not None and _current.stacked and x.is_cuda
 
 
@@ -552,7 +552,7 @@ class Convolution(nn.Conv2d):
         return y.relu() if relu else y
 
     def _in_groups(self, x: Tensor) -> bool:
-        """Say whether PyTorch's own convolution is the better one if there are no kernels."""
+        """Return whether PyTorch's own convolution is the better one if there are no kernels."""
         stacked = _stacked_on_gpu(x) and x.dim() == 4
         lowered = torch.is_autocast_enabled("cuda") or torch.backends.cudnn.allow_tf32
         return not stacked or lowered or self.dilation != (1, 1) or self.groups > 1
@@ -563,7 +563,7 @@ class Convolution(nn.Conv2d):
 
 
 def _is_depthwise(layer: nn.Conv2d) -> bool:
-    """Say whether every channel has a kernel of its own, which reads that channel alone."""
+    """Return whether every channel has a kernel of its own, which reads that channel alone."""
     return 1 < layer.groups == layer.in_channels == layer.out_channels
 
 
@@ -730,7 +730,7 @@ class Sequential(nn.Sequential):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Say whether a layer is an ordinary sequence in which a ReLU has such a neighbour."""
+        """Return whether a layer is an ordinary sequence in which a ReLU has such a neighbour."""
         if type(layer) is not nn.Sequential or has_hooks(layer):
             return False
         return any(
@@ -741,7 +741,7 @@ class Sequential(nn.Sequential):
 
     @staticmethod
     def on_device(x: Tensor) -> bool:
-        """Say whether a batch is on a device that kernels may exist for."""
+        """Return whether a batch is on a device that kernels may exist for."""
         return x.is_cuda
 
     def forward(self, x: Tensor) -> Tensor:
@@ -767,7 +767,7 @@ class Sequential(nn.Sequential):
 
 
 def _is_relu(layer: nn.Module | None) -> bool:
-    """Say whether a layer is PyTorch's ReLU and nothing else."""
+    """Return whether a layer is PyTorch's ReLU and nothing else."""
     return type(layer) is nn.ReLU and not has_hooks(layer)
 
 
@@ -877,7 +877,7 @@ _ANY_LAYOUT = (
 
 
 def _takes_any_layout(part: nn.Module) -> bool:
-    """Say whether a module can be stacked however images lie in memory.
+    """Return whether a module can be stacked however images lie in memory.
 
     A model's own code may call anything.
     """

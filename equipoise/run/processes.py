@@ -152,7 +152,7 @@ def processes_of(machine: Machine) -> int:
 
 
 def started_by_torchrun() -> bool:
-    """Say whether ``torchrun`` has started this process and others."""
+    """Return whether ``torchrun`` has started this process and others."""
     if not all(name in os.environ for name in _OF_TORCHRUN):
         return False
     numbers = [os.environ[name] for name in (_RANK, _SIZE)]
