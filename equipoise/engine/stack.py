@@ -90,9 +90,9 @@ def why_not_stacked(error: Exception) -> str:
 
 
 _REASONS = {
-    "data-dependent control flow": "it has an if or a loop that depends on values, and every "
-    "client has values of its own",
-    ".item()": "it calls .item(), float() or the like, and every client has a value of its own",
+    "data-dependent control flow": "it has an if or a loop that depends on values, but every "
+    "client has different values",
+    ".item()": "it calls .item(), float() or similar, but every client has a different value",
     "vmap: inplace": "it changes a tensor in place that all clients share",
     "randomness error mode": "it draws random numbers, which would not be those of one client",
 }
@@ -113,7 +113,7 @@ def in_plain_words(what: str) -> Iterator[None]:
     ...     raise RuntimeError("vmap: It looks like you're calling .item() on a Tensor.")
     Traceback (most recent call last):
     equipoise.errors.InputError: the loss mine cannot be called for many clients at once: it calls
-    .item(), float() or the like, and every client has a value of its own; valid: operations on
+    .item(), float() or similar, but every client has a different value; valid: operations on
     tensors, such as torch.where(condition, a, b) or client.seen as a factor, or machine.chunk: 1
     """
     try:

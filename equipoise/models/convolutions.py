@@ -625,6 +625,8 @@ def _depthwise_weight_sums(
     wanted = (channel < CHANNELS)[None, :]
     down = place // ACROSS * DILATION_DOWN - PADDING_DOWN
     across = place % ACROSS * DILATION_ACROSS - PADDING_ACROSS
+    # The bias reads no images.
+    height = tl.where(place < PLACES, HEIGHT, 0)
     images = x + client * x_client + (channel * x_channel)[None, :]
     changes = upper + client * u_client + (channel * u_channel)[None, :]
     total = tl.zeros((N,), dtype=tl.float32)
@@ -635,13 +637,13 @@ def _depthwise_weight_sums(
         sample, row, column = _place_of(pixel, ROWS, COLUMNS)
         exists = (pixel < end)[:, None] & wanted
         top, left = row * STRIDE_DOWN + down, column * STRIDE_ACROSS + across
-        inside = exists & (top >= 0) & (top < HEIGHT) & (left >= 0) & (left < WIDTH)
+        inside = exists & (top >= 0) & (top < height) & (left >= 0) & (left < WIDTH)
         change = tl.load(
             changes + (sample * u_sample + row * u_row + column * u_column), mask=exists, other=0.0
         )
         values = tl.load(
             images + (sample * x_sample + top * x_row + left * x_column),
-            mask=inside & (place < PLACES),
+            mask=inside,
             other=0.0,
         )
         factor = tl.where(place < PLACES, values.to(tl.float32), 1.0)

@@ -102,7 +102,7 @@ def test_unseen_clients_keep_their_splits() -> None:
         ({"unseen": float("nan")}, "unseen=nan"),
         ({"unseen": "many"}, "unseen client 'm' does not exist"),
         ({"unseen": [12]}, "unseen client 12 does not exist; valid: 0 to 11"),
-        ({"unseen": range(12)}, "all 12 are unseen"),
+        ({"unseen": range(12)}, "all 12 clients are unseen"),
         ({"unseen": 8, "leave_out": "a"}, "count from 0 to 7"),
         ({"leave_out": "d"}, "unknown group 'd' in leave_out"),
         ({"splits": (0.5, 0.1, 0.1)}, "summing to 1"),

@@ -184,7 +184,7 @@ def test_bad_values_are_refused(options, message):
 def test_personal_models_need_the_methods_own_local_rule():
     build("fedprox", aggregation={"name": "gifair"})
     with pytest.raises(
-        InputError, match="Gifair keeps personal parts in its own local rule, which FedProx takes"
+        InputError, match="Gifair keeps personal parts in its own local rule, which FedProx replaces"
     ):
         build("fedprox", aggregation={"name": "gifair", "personal": True})
 

@@ -255,14 +255,14 @@ def test_the_documentation_lists_what_runs_leave(tmp_path):
         tmp_path / "run", {"name": "scaffold", "guard": "norm"}, evaluation=evaluation, rounds=2
     )
     part = run.summary["results"]["global"]["seen"]
-    of_part = documented("as far as there are some", "At its top")
+    of_part = documented("Each of these parts", "At its top")
     assert set(part) == set(fairness.METRICS) | of_part
     assert set(part["metrics"]["auroc"]) - set(fairness.METRICS) == of_part - {
         "loss",
         "metrics",
     } | {"left_out_clients"}
     top = documented("At its top", "A row of `metrics.jsonl`")
-    assert set(run.summary) | {"bytes_overhead"} == top | {"results", "validation"}
+    assert set(run.summary) | {"bytes_overhead", "not_replayed"} == top | {"results", "validation"}
     in_rows = {name for found in rows_of(tmp_path / "run") for name in found}
     columns = documented("A row of `metrics.jsonl`", "A row of `rounds.jsonl`")
     assert in_rows - {"accuracy", "auroc"} == columns - {"evaluation.metrics"}
