@@ -26,6 +26,7 @@ from equipoise.errors import InputError
 from equipoise.fairness import METRICS
 from equipoise.parity import FIGURES
 from equipoise.study import load_study
+from tests import quick
 from tests.data.small_adult import write_adult
 
 START = "from equipoise.cli import main; main()"
@@ -95,7 +96,7 @@ def test_version(call):
 # ---- run -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", methods.names())
+@pytest.mark.parametrize("method", quick.only(["fedavg", "fedcrc"], methods.names()))
 def test_every_method_runs_on_digits_with_its_defaults(call, method):
     arguments = (
         "--method",

@@ -249,7 +249,8 @@ def test_both_halves_combine_with_others():
     )
     played(build("fedcrc", aggregation={"name": "qffl", "q": 1.0}), mlp())
     with pytest.raises(
-        InputError, match="FedCRC keeps personal parts in its own local rule, which FedProx replaces"
+        InputError,
+        match="FedCRC keeps personal parts in its own local rule, which FedProx replaces",
     ):
         build("fedcrc", local="fedprox")
 
