@@ -593,6 +593,15 @@ class Method:
         guard = () if self.guard is None else (self.guard,)
         return self.sampler, self.local, self.aggregation, self.view, *guard
 
+    @property
+    def distinct_parts(self) -> list[Part]:
+        """Every part once: one part may be local rule and aggregation."""
+        found: list[Part] = []
+        for part in self.parts:
+            # Compared, because a part with a dictionary among its options has no hash.
+            found += [] if part in found else [part]
+        return found
+
     def extend(self, model: nn.Module, shape: tuple[int, ...], seed: int) -> nn.Module:
         """Return the model with what the parts add; see :meth:`Part.extend`."""
         if self.needs_images and len(shape) != 3:
@@ -601,7 +610,7 @@ class Method:
                 f"sample has shape {tuple(shape)}; valid: a source of images, without data.encode"
             )
         with seeded(fold(seed, Purpose.EXTEND)):
-            for part in dict.fromkeys(self.parts):
+            for part in self.distinct_parts:
                 model = part.extend(model, shape)
         return model
 

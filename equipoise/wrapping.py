@@ -85,7 +85,7 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
 
     def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
         """Return the model with the parts that the host adds."""
-        for part in dict.fromkeys(self.host.parts):
+        for part in self.host.distinct_parts:
             model = part.extend(model, shape)
         return model
 

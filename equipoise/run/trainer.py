@@ -264,10 +264,10 @@ class Trainer:
 
     @property
     def _that_need_everyone(self) -> list[Sampler | Aggregation]:
+        sampler, aggregation = self.method.sampler, self.method.aggregation
         # One part may be both.
-        parts: dict[Sampler | Aggregation, None] = dict.fromkeys(
-            (self.method.sampler, self.method.aggregation)
-        )
+        parts: list[Sampler | Aggregation] = [sampler]
+        parts += [] if sampler == aggregation else [aggregation]
         return [part for part in parts if part.needs_everyone]
 
     def begin(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -155,6 +155,18 @@ def test_a_sampler_without_a_name_is_named_by_its_class():
 
     with pytest.raises(InputError, match="^sampler 'Nameless' chose"):
         small_run(method=build("fedavg", sampling=Nameless((0, 0, 1, 2))))
+
+
+def test_a_sampler_may_have_options_without_a_hash():
+    @dataclass(frozen=True)
+    class Preferring(Sampler):
+        weights: dict[int, float] = field(default_factory=lambda: {0: 1.0})
+
+        def select(self, state, candidates, count):
+            return sorted(self.weights)
+
+    run = small_run(method=build("fedavg", sampling=Preferring()), cohort=1, rounds=1)
+    assert next(iter(run.trainer.rounds))["clients"] == [0]
 
 
 def test_candidates_know_their_groups():
