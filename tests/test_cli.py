@@ -843,6 +843,12 @@ def test_the_page_on_the_command_line_names_the_commands_with_json(call):
     assert set(re.findall("`(.*?)`", named)) == able
 
 
+def test_a_mistyped_demo_is_suggested(call):
+    code, _, err = call("compare", "dmeo")
+    assert code == 2
+    assert "unknown study 'dmeo'; did you mean 'demo'? Valid: a YAML file, demo" in err
+
+
 def test_the_demo_is_a_valid_study():
     study = load_study(README.parent / "equipoise" / "demo.yaml")
     assert study.methods == ("fedavg", "local", "central", "fedbn", "ditto")

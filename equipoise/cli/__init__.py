@@ -17,7 +17,7 @@ import typer
 
 from equipoise.cli.flower import flower
 from equipoise.cli.paths import check_directory, check_file
-from equipoise.errors import InputError, RunError
+from equipoise.errors import InputError, RunError, unknown
 from equipoise.text import LONGEST_MESSAGE, printable
 
 if TYPE_CHECKING:
@@ -390,6 +390,8 @@ def compare(
         shown = [metric.strip() for metric in metrics.split(",")] if metrics else None
         if study == Path("demo") and not study.exists():
             study = Path(__file__).parents[1] / "demo.yaml"
+        elif not study.suffix and not study.exists():
+            raise unknown("study", str(study), ["demo", "a YAML file"])
         content = read_study(study)
         if _leaning(content) < 0:
             raise InputError(
