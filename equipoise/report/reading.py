@@ -237,6 +237,7 @@ def read_run(run: str | Path, *, trust: bool = False) -> RunRecord:
         task = _task_of(summary, config, directory, trust=trust)
         last = config.get("evaluation", {}).get("last")
         made = _Journals(directory, task, summary.get("round"), last).read()
+        sampled = made.sampled(int(config["resolved"].get("clients", 0)))
         timings = list(Journal(directory / "timings.jsonl").complete())
     except InputError:
         raise
@@ -274,7 +275,7 @@ def read_run(run: str | Path, *, trust: bool = False) -> RunRecord:
         loss_part=made.loss_part,
         weighed=made.weighed,
         clusters=made.clusters,
-        sampled=made.sampled(int(config["resolved"].get("clients", 0))),
+        sampled=sampled,
         groups=made.groups,
         unseen=frozenset(made.unseen),
         rounds=made.rounds,

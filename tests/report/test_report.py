@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+import yaml
 
 from equipoise import Evaluation
 from equipoise.errors import InputError, RunError
@@ -512,6 +513,15 @@ def test_damaged_files_are_named_with_their_run(tmp_path, name):
     run = write_run(tmp_path / "run")
     (run / name).write_text('{"round": 1, "clients"\n' + (run / name).read_text())
     with pytest.raises(RunError, match=f"cannot read (the run in )?{run}"):
+        write_report([run])
+
+
+def test_a_damaged_number_of_clients_is_named_with_its_run(tmp_path):
+    run = write_run(tmp_path / "run")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["resolved"]["clients"] = [3]
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(RunError, match=f"cannot read the run in {run}: TypeError"):
         write_report([run])
 
 
