@@ -37,6 +37,7 @@ PEERS = {
     for peer in (
         Peer("bare", "bare.py"),
         Peer("pfl", "pfl_research.py", "requirements-pfl.txt"),
+        Peer("pfl5", "pfl_five.py", "requirements-pfl.txt", devices=("cuda",)),
         Peer("flower", "flower.py", "requirements-flower.txt", devices=("cpu",)),
         Peer("equipoise", "equipoise_engine.py"),
     )

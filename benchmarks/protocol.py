@@ -231,6 +231,18 @@ def _allow_tf32(allowed: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
 
 
+def peer_arguments() -> argparse.Namespace:
+    """Read what every peer's script is given on its command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--job", type=Path, required=True, help="directory that holds the job")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="JSON file to write; parameters go beside it as .pt"
+    )
+    parser.add_argument("--no-exact", action="store_true", help="leave the exactness pass out")
+    return parser.parse_args()
+
+
 def run_peer(train: Train, *, package: str | None = None, processes: str = "one process") -> None:
     """Run a peer's script: read the job, time one pass, do the exactness pass, write the result.
 
@@ -243,15 +255,7 @@ def run_peer(train: Train, *, package: str | None = None, processes: str = "one 
     processes : str
         How the peer spreads its threads, in words, for the report.
     """
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--job", type=Path, required=True, help="directory that holds the job")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="JSON file to write; parameters go beside it as .pt"
-    )
-    parser.add_argument("--no-exact", action="store_true", help="leave the exactness pass out")
-    arguments = parser.parse_args()
-
+    arguments = peer_arguments()
     job = Job.read(arguments.job)
     torch.set_num_threads(job.threads)
     _allow_tf32(job.tf32)
