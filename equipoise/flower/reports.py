@@ -44,7 +44,7 @@ class Number:
     0.5
     >>> Number(called="test accuracy", low=0.0, high=1.0).read(7.5)
     Traceback (most recent call last):
-    equipoise.flower.schema.Misfit: answered with 7.5 as test accuracy, which is not in the range
+    equipoise.flower.checks.Misfit: answered with 7.5 as test accuracy, which is not in the range
     from 0 to 1
     """
 

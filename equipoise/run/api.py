@@ -18,8 +18,8 @@ from torch import nn
 from equipoise import methods, models
 from equipoise.checks import count
 from equipoise.documents import read_json
-from equipoise.engine.network import frozen_digest
 from equipoise.engine.settings import Machine, Training
+from equipoise.engine.slots import frozen_digest
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation

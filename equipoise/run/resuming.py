@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 import equipoise
-from equipoise.engine.network import frozen_digest
 from equipoise.engine.settings import Machine, Training
+from equipoise.engine.slots import frozen_digest
 from equipoise.errors import InputError, RunError
 from equipoise.federation import Federation
 from equipoise.method import Method

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from equipoise.engine.network import frozen_digest, slots_of
+from equipoise.engine.slots import frozen_digest, slots_of
 from equipoise.errors import InputError, unknown
 from equipoise.run.directory import GLOBAL, read_config
 from equipoise.tree import Parts, Tree, select

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from equipoise import methods, models
-from equipoise.engine.network import slots_of
+from equipoise.engine.slots import slots_of
 from equipoise.errors import InputError, RunError, unknown
 from equipoise.method import personal_model
 from equipoise.models.headed import Headed, with_head
