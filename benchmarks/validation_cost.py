@@ -23,7 +23,8 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from benchmarks import flower_cost
 from equipoise import tasks
-from equipoise.flower.schema import NOTE, REPORTS, UPDATE, Declared, Schema
+from equipoise.flower.reports import Declared
+from equipoise.flower.schema import NOTE, REPORTS, UPDATE, Schema
 from equipoise.flower.wire import from_record, to_record
 from equipoise.models import build as build_model
 

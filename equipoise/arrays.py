@@ -17,6 +17,8 @@ from torch import Tensor
 
 from equipoise.errors import InputError
 
+Ints = NDArray[np.int64]
+
 # A compressed file may expand to this many bytes, or to this many times its own size. Usual data
 # need much less: images of MNIST expand five times, text ten times.
 MOST_BYTES = 256 << 20
@@ -68,6 +70,37 @@ def numbers(values: ArrayLike, what: str) -> NDArray[Any]:
         # PyTorch has no floating point type longer than float64.
         array = array.astype(np.float64)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def whole_numbers(values: ArrayLike, what: str) -> Ints:
+    """Return an array of whole numbers with one axis.
+
+    Parameters
+    ----------
+    values : array-like
+        Whole numbers.
+    what : str
+        The name of the values in errors.
+
+    Returns
+    -------
+    int64 array
+        The same numbers. It is the given array if that has this type.
+
+    Examples
+    --------
+    >>> whole_numbers([0.5], "Federation.groups")
+    Traceback (most recent call last):
+    equipoise.errors.InputError: Federation.groups must be a flat array of whole numbers, not
+    float64 of shape (1,)
+    """
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise InputError(
+            f"{what} must be a flat array of whole numbers, not {array.dtype} of shape "
+            f"{array.shape}"
+        )
+    return array.astype(np.int64, copy=False)
 
 
 def tensor_of(values: ArrayLike | Tensor, what: str) -> Tensor:

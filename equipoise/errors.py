@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -91,3 +91,15 @@ def near_files(path: str | Path) -> str:
     names = {file.stem: file.name for file in files if missing.suffix in ("", file.suffix)}
     found = get_close_matches(missing.stem, names, n=1, cutoff=0.6)
     return f"; did you mean {names[found[0]]!r}?" if found else ""
+
+
+def few(values: Sequence[object]) -> str:
+    """Return the first eight values as text, with an ellipsis if there are more.
+
+    Examples
+    --------
+    >>> few(["ann", "bob"]), few(range(100))
+    ("'ann', 'bob'", '0, 1, 2, 3, 4, 5, 6, 7, ...')
+    """
+    shown = ", ".join(repr(value) for value in values[:8])
+    return f"{shown}, ..." if len(values) > 8 else shown

@@ -20,7 +20,9 @@ from typing import Any, get_args, get_type_hints
 import yaml
 
 from equipoise import config, data
-from equipoise.config import Experiment, Origins
+from equipoise.config import Experiment
+from equipoise.config.options import defaults_of, in_words, types_of
+from equipoise.config.origins import Origins
 from equipoise.data.augment import AUGMENTATIONS
 from equipoise.data.encode import encode_federation
 from equipoise.data.federate import federate
@@ -339,7 +341,7 @@ def _of(
         _defaults(made_from),
         _choices(made_from),
     )
-    types = {name: kind for name, kind in config._types(made_from).items() if name not in without}
+    types = {name: kind for name, kind in types_of(made_from).items() if name not in without}
     needed = {
         name: _value(_given_example(f"{section}.{name}", of))
         for name in types
@@ -458,7 +460,7 @@ def _plain(default: Any) -> str:
 
 def _defaults(made_from: Callable[..., Any]) -> dict[str, Any]:
     if not dataclasses.is_dataclass(made_from):
-        return config._defaults(made_from)
+        return defaults_of(made_from)
     found = {}
     for item in dataclasses.fields(made_from):
         if item.default is not dataclasses.MISSING:
@@ -483,7 +485,7 @@ _KINDS = {
 def _kind(key: str, kind: Any) -> str:
     if key in _KINDS:
         return _KINDS[key]
-    return "keys; see below" if _settings_in(kind) else config._words(kind)
+    return "keys; see below" if _settings_in(kind) else in_words(kind)
 
 
 def _documented(made_from: Any) -> dict[str, str]:

@@ -59,6 +59,32 @@ def unprintable_in(text: str) -> bool:
     return not text.isprintable() and any(map(_is_unprintable, text))
 
 
+def represented(value: object) -> str:
+    r"""Return a value as text for a message, shortened if it is long.
+
+    Examples
+    --------
+    >>> represented({"rounds": "a\n"})
+    "{'rounds': 'a\\n'}"
+    """
+    try:
+        return printable(repr(value), 500)
+    except ValueError:
+        # Python refuses to convert numbers with thousands of digits to text.
+        return f"a value of {type(value).__name__} that is too long to show"
+
+
+def one_line(error: Exception) -> str:
+    r"""Return the message of an error on one line.
+
+    Examples
+    --------
+    >>> one_line(ValueError("line 3:\n  a colon is missing"))
+    'line 3: a colon is missing'
+    """
+    return " ".join(str(error).split())
+
+
 def _is_unprintable(character: str) -> bool:
     return unicodedata.category(character) in _UNPRINTABLE or character in _TURNING
 

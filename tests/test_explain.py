@@ -6,12 +6,14 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import yaml
 
 from equipoise import config
 from equipoise.config import Experiment, experiment_from
+from equipoise.config.options import types_of
 from equipoise.data import PARTITIONS, SOURCES, load, recipe_of
 from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.errors import InputError
@@ -71,9 +73,9 @@ def test_the_keys_of_the_first_level_are_those_that_are_read():
     assert first == {*config.SECTIONS, *KEYS}
     classes = {
         key
-        for key, kind in config.get_type_hints(Experiment).items()
+        for key, kind in get_type_hints(Experiment).items()
         if key in config.SECTIONS
-        and any(dataclasses.is_dataclass(k) for k in (kind, *config.get_args(kind)))
+        and any(dataclasses.is_dataclass(k) for k in (kind, *get_args(kind)))
     }
     assert all(keys_of(section) for section in classes - {"method"})
 
@@ -83,11 +85,11 @@ def test_optimizers_data_partitions_and_tuning():
     assert keys_of("training.optimizer", "adam, adamw") == {
         item.name for item in dataclasses.fields(Adam)
     } - {"decoupled"}
-    assert keys_of("data", "") == set(config._types(load))
+    assert keys_of("data", "") == set(types_of(load))
     for name in OWN_SOURCES:
-        assert keys_of("data", name) == set(config._types(recipe_of(name))) - {"seed"}, name
+        assert keys_of("data", name) == set(types_of(recipe_of(name))) - {"seed"}, name
     for name, partition in PARTITIONS.items():
-        assert keys_of("data.partition", name) == set(config._types(partition)), name
+        assert keys_of("data.partition", name) == set(types_of(partition)), name
     assert keys_of("tuning") == {item.name for item in dataclasses.fields(Tuning)} | {"set"}
 
 

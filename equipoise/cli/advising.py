@@ -29,7 +29,7 @@ from equipoise.config import Experiment, Override, experiment_from, read_yaml
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.models import build, with_class_names
-from equipoise.run.api import CONFIG, SUMMARY
+from equipoise.run.directory import CONFIG, SUMMARY
 from equipoise.run.files import Journal
 from equipoise.study import Results
 

@@ -14,7 +14,8 @@ from equipoise.data.partition import Assignment, Partition
 from equipoise.data.source import Source
 from equipoise.data.testing import assign_others, assign_some, divide, tests_of_groups
 from equipoise.errors import InputError, unknown
-from equipoise.federation import Federation, Split, ThreeSplits
+from equipoise.federation import Federation
+from equipoise.splits import Split, ThreeSplits
 
 
 def federate(

@@ -13,7 +13,7 @@ from equipoise.data.partition import Assignment, Partition
 from equipoise.data.partition.base import Ints, groups_of, members_by_group
 from equipoise.data.source import Source
 from equipoise.errors import InputError
-from equipoise.federation import Split, ThreeSplits, split_samples
+from equipoise.splits import Split, ThreeSplits, split_samples
 
 
 def tests_of_groups(source: Source, splits: Sequence[float], seed: int) -> list[Ints]:

@@ -7,20 +7,26 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
-from torch.nn.parameter import is_lazy
 
+from equipoise.engine.model_checks import (
+    check_outputs,
+    checked_metrics,
+    counting,
+    known_to_stack,
+    random_states,
+    refuse_unusual,
+)
+from equipoise.engine.slots import Slot, frozen_digest, slots_of
 from equipoise.engine.stack import why_not_stacked
 from equipoise.errors import InputError, unknown
-from equipoise.metrics import COLUMNS
 from equipoise.models.base import Model, pooled
-from equipoise.models.frozen import Frozen, digest_of, frozen_names
+from equipoise.models.frozen import Frozen, digest_of
 from equipoise.models.functions import Carried, Watched, advice
 from equipoise.models.headed import Headed, tensor_of
 from equipoise.models.layers import (
@@ -34,103 +40,7 @@ from equipoise.models.layers import (
 )
 from equipoise.models.sequences import Recurrent
 from equipoise.task import Task
-from equipoise.tree import Parts, Tree, digest, in_parts
-
-
-@dataclass(frozen=True, eq=False)
-class Slot:
-    """The place of a floating point tensor in a module.
-
-    Attributes
-    ----------
-    name : str
-        The dotted name; the first one if the tensor is in several slots.
-    path : str
-        The dotted name of the layer with the tensor; empty for the model itself.
-    owner : dict
-        The dictionary of the layer with the tensor.
-    leaf : str
-        Its name there.
-    tensor : Tensor
-        The tensor in the slot when it was found.
-    is_parameter : bool
-        Whether it is a parameter and not a buffer.
-    frozen : bool
-        Whether it is never trained and thus part of the architecture.
-    """
-
-    name: str
-    path: str
-    owner: dict[str, Any]
-    leaf: str
-    tensor: Tensor
-    is_parameter: bool
-    frozen: bool
-
-
-def slots_of(module: nn.Module) -> list[Slot]:
-    """Return every slot of a module with floating point numbers, parameters first.
-
-    The following are frozen: parameters with ``requires_grad=False``, everything inside a
-    :class:`~equipoise.models.frozen.Frozen` or in the stem of a
-    :class:`~equipoise.models.base.Model`, buffers that are not persistent, and buffers of a module
-    whose parameters are all frozen. (For a layer without parameters, the innermost module around it
-    that has parameters is used.)
-
-    Examples
-    --------
-    >>> tied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2))
-    >>> tied[1].weight = tied[0].weight
-    >>> [(slot.name, slot.leaf, slot.frozen) for slot in slots_of(tied)]
-    [('0.weight', 'weight', False), ('0.weight', 'weight', False), ('1.bias', 'bias', False)]
-    >>> [slot.frozen for slot in slots_of(nn.BatchNorm1d(2).requires_grad_(False))]
-    [True, True, True, True]
-    """
-    owners = dict(module.named_modules(remove_duplicate=False))
-    inside = frozen_names(module)
-    has_stem = isinstance(module, Model) and module.stem is not None
-    first: dict[int, str] = {}
-    found: list[Slot] = []
-    for is_parameter, named in enumerate((module.named_buffers, module.named_parameters)):
-        here = []
-        for name, tensor in named(remove_duplicate=False):
-            if tensor.is_floating_point():
-                path, _, leaf = name.rpartition(".")
-                owner, part = owners[path], path.partition(".")[0]
-                held = owner._parameters if is_parameter else owner._buffers
-                frozen = (
-                    not tensor.requires_grad
-                    if is_parameter
-                    else _is_frozen_buffer(owners, path, leaf)
-                )
-                frozen = frozen or name in inside or (has_stem and part == "stem")
-                where = first.setdefault(id(tensor), name)
-                here.append(Slot(where, path, held, leaf, tensor, bool(is_parameter), frozen))
-        found = here + found
-    return found
-
-
-def frozen_digest(module: nn.Module) -> str | None:
-    """Return a hash of the frozen tensors of a module, or ``None`` if there are none.
-
-    Examples
-    --------
-    >>> frozen_digest(nn.Linear(2, 2)) is None
-    True
-    >>> frozen_digest(nn.Linear(2, 2).requires_grad_(False)) is None
-    False
-    """
-    frozen = {slot.name: slot.tensor for slot in slots_of(module) if slot.frozen}
-    return digest(frozen) if frozen else None
-
-
-def _is_frozen_buffer(owners: Mapping[str, nn.Module], path: str, leaf: str) -> bool:
-    if leaf in owners[path]._non_persistent_buffers_set:
-        return True
-    while not (parameters := list(owners[path].parameters())) and path:
-        path = path.rpartition(".")[0]
-    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
-
+from equipoise.tree import Parts, Tree, in_parts
 
 _ALIGNED_ROWS = ("samples", "classes")
 # Denotes all parts of a model together.
@@ -216,7 +126,7 @@ class Network:
         autocast: torch.dtype | None = None,
         lowered: torch.dtype | None = None,
     ) -> None:
-        _refuse_unusual(module)
+        refuse_unusual(module)
         self._given = module
         self.module = convert(copy.deepcopy(module)).to(device=device, dtype=dtype).train()
         self.task = task
@@ -517,16 +427,16 @@ class Network:
         statistics = {name: params[name].clone() for name in self.buffers}
         lowered, self.autocast = self.autocast, None
         key = torch.zeros((), dtype=torch.int64, device=x.device)
-        before = self._random_states()
+        before = random_states(self.device)
         self._functions = functions = Carried()
         try:
             seen = self._encode_counted(x) if self.encoded else x
             self._check_composition(params, seen)
             output = self.apply(params, seen, Forward(train=False)).output
-            self._check_outputs(output, y, outputs)
-            self._check_metrics(output, y)
+            check_outputs(self.task, output, y, outputs)
+            self.measures = checked_metrics(self.task, output, y)
             # Not in the first call: counting adds hooks, and ``composed`` is determined there.
-            with self._counting() as together:
+            with counting(self.module) as together:
                 self.apply(params, seen, Forward(train=True, key=key))
             drawn = self._drawn_since(before)
             changed = [
@@ -538,7 +448,7 @@ class Network:
             alone = torch.cat(
                 [self.apply(params, row, Forward(train=False)).output for row in seen[1:].split(1)]
             )
-            with self._counting() as counted:
+            with counting(self.module) as counted:
                 first = self.apply(params, seen[:1], Forward(train=False)).output
             alone = torch.cat([first, alone])
             others = len(seen) - 1
@@ -590,7 +500,7 @@ class Network:
                 "dropout of a sample depends on the number of samples in its batch; valid: "
                 "dropout of tensors whose first dimension is that of the samples (batch_first=True)"
             )
-        if functions.seen or not all(map(_known_to_stack, self.module.modules())):
+        if functions.seen or not all(map(known_to_stack, self.module.modules())):
             self.unstackable = self._why_not_stacked(seen[:2], key)
         self._functions = Carried() if functions.seen else None
         # Remove the tensors of this test from the module.
@@ -625,12 +535,12 @@ class Network:
     def _drawn_since(self, before: list[Tensor]) -> bool:
         """Return whether PyTorch's generators have been used."""
         return any(
-            not torch.equal(*pair) for pair in zip(before, self._random_states(), strict=True)
+            not torch.equal(*pair) for pair in zip(before, random_states(self.device), strict=True)
         )
 
     def _drawing(self, params: Tree, x: Tensor, key: Tensor) -> list[str]:
         """List the functions that draw from PyTorch's generators, in evaluation or in training."""
-        self._functions = watched = Watched(self._random_states)
+        self._functions = watched = Watched(partial(random_states, self.device))
         for forward in (Forward(train=False), Forward(train=True, key=key)):
             self.apply(params, x, forward)
         return watched.drawing
@@ -674,67 +584,11 @@ class Network:
             "stacked clients get other outputs than single ones" if self._far(found, wanted) else ""
         )
 
-    @contextmanager
-    def _counting(self) -> Iterator[list[int]]:
-        """Count the output elements of all layers in this context."""
-        counted = [0]
-
-        def count(layer: nn.Module, inputs: object, output: object) -> None:
-            if isinstance(output, Tensor):
-                counted[0] += output.numel()
-
-        handles = [layer.register_forward_hook(count) for layer in self.module.modules()]
-        try:
-            yield counted
-        finally:
-            for handle in handles:
-                handle.remove()
-
     def _encode_counted(self, x: Tensor) -> Tensor:
-        with self._counting() as counted:
+        with counting(self.module) as counted:
             encoded = self.encode(x)
         self.stem_activations = counted[0] // len(x)
         return encoded
-
-    def _check_outputs(self, output: Tensor, y: Tensor, outputs: int) -> None:
-        if wanted := self.task.misfit(output, y, outputs):
-            raise InputError(
-                f"the model's output for a sample has shape {tuple(output.shape[1:])}, "
-                f"but the federation has {wanted}"
-            )
-
-    def _check_metrics(self, output: Tensor, y: Tensor) -> None:
-        try:
-            measured = self.task.metrics(output, y)
-        except InputError:
-            raise
-        except Exception as error:
-            raise InputError(
-                f"the loss or a metric of task {self.task.name!r} fails for outputs of shape "
-                f"{tuple(output.shape)} and targets of shape {tuple(y.shape)}: {error}"
-            ) from error
-        self.measures = tuple(measured)
-        if missing := {"loss", self.task.score} - set(measured):
-            raise InputError(
-                f"the metrics of task {self.task.name!r} are {', '.join(measured)}, without "
-                f"{missing.pop()}"
-            )
-        if taken := (set(measured) - {"loss"}) & set(COLUMNS):
-            raise InputError(
-                f"the task {self.task.name!r} has a metric called {taken.pop()!r}, which is "
-                "already a column of metrics.jsonl; choose another name"
-            )
-        for name, values in measured.items():
-            if not isinstance(values, Tensor) or values.shape != y.shape[:1]:
-                what = (
-                    f"has shape {tuple(values.shape)}"
-                    if isinstance(values, Tensor)
-                    else f"is {values!r}"
-                )
-                raise InputError(
-                    f"{name} of task {self.task.name!r} {what} for {len(y)} samples; valid: one "
-                    f"value per sample, of shape ({len(y)},), so that padding can be left out"
-                )
 
     def _by_itself(self, params: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Call a copy of the original module, in evaluation mode, with the given tensors."""
@@ -750,11 +604,6 @@ class Network:
         """Return whether outputs differ by more than rounding."""
         allowed = _ROUNDING[self.lowered] * wanted.norm() + 1e-6
         return found.shape != wanted.shape or bool((found - wanted).norm() > allowed)
-
-    def _random_states(self) -> list[Tensor]:
-        """Return the states of PyTorch's generators, from which layers may draw."""
-        on_gpu = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
-        return [torch.get_rng_state(), *on_gpu]
 
     def resting_features(
         self, params: Mapping[str, Tensor], x: Tensor, *, stacked: bool = False
@@ -792,42 +641,7 @@ def _lower(module: nn.Module, dtype: torch.dtype) -> None:
         layer.lower(dtype)
 
 
-def _refuse_unusual(module: nn.Module) -> None:
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor):
-            raise InputError(
-                f"{name} of the model has no shape yet; call the model with a sample once"
-            )
-        if tensor.is_complex():
-            raise InputError(f"{name} of the model holds complex numbers; valid: real ones")
-
-
 # Relative tolerance when two outputs of a model are compared. TF32 rounds more than float32, and
 # each of many frozen layers in a lower precision adds its own rounding error. A model that combines
 # samples differs by far more.
 _ROUNDING = {None: 0.01, torch.bfloat16: 0.1}
-# Layers of these modules of torch.nn can be stacked. Testing this would take seconds for
-# convolutions on a CPU.
-_STACKABLE = frozenset(
-    f"torch.nn.modules.{name}"
-    for name in (
-        "activation",
-        "batchnorm",
-        "container",
-        "conv",
-        "dropout",
-        "flatten",
-        "instancenorm",
-        "linear",
-        "normalization",
-        "padding",
-        "pooling",
-    )
-)
-
-
-def _known_to_stack(layer: nn.Module) -> bool:
-    place = type(layer).__module__
-    return (
-        place in _STACKABLE or place.startswith("equipoise.models.") or type(layer) is nn.Embedding
-    )

@@ -24,7 +24,7 @@ from equipoise.figures import (
     sweep_gaps,
 )
 from equipoise.figures.embedding import COLOURS
-from equipoise.run.api import read_config
+from equipoise.run.directory import read_config
 from equipoise.text import LONGEST_MESSAGE, printable
 
 

@@ -22,8 +22,9 @@ from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.imports import import_of_run
-from equipoise.run.api import GLOBAL, load, read_config, read_names
+from equipoise.run.api import load
 from equipoise.run.checkpoint import read_local
+from equipoise.run.directory import GLOBAL, read_config, read_names
 from equipoise.run.evaluation import Models
 from equipoise.run.files import load_tensors
 from equipoise.tree import Tree

@@ -28,23 +28,10 @@ from equipoise.engine.settings import Machine
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, RunError
 from equipoise.flower.nodes import Answers, Nodes, reasons
+from equipoise.flower.reports import EVALUATED, Declared, Number, Numbers, measured_by
 from equipoise.flower.roster import Roster
-from equipoise.flower.schema import (
-    ANSWER,
-    EVALUATED,
-    KEPT,
-    REPORTS,
-    UPDATE,
-    UPLOAD,
-    Answer,
-    Declared,
-    Number,
-    Numbers,
-    Schema,
-    alike,
-    capped_shares,
-    measured_by,
-)
+from equipoise.flower.schema import ANSWER, KEPT, REPORTS, UPDATE, UPLOAD, Answer, Schema, alike
+from equipoise.flower.shares import capped_shares
 from equipoise.flower.wire import (
     EVALUATION,
     LOCAL,

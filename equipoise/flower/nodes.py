@@ -15,9 +15,10 @@ from flwr.serverapp import Grid
 from google.protobuf.message import DecodeError
 
 from equipoise.errors import InputError, RunError
+from equipoise.flower.checks import Misfit, shown
 from equipoise.flower.identity import Owner, Owners, fingerprint, sealed
+from equipoise.flower.registration import read_registration, usual_first
 from equipoise.flower.roster import Description, Roster
-from equipoise.flower.schema import Misfit, read_registration, shown, usual_first
 from equipoise.flower.settings import FlowerSettings
 
 log = logging.getLogger("flwr.equipoise")
@@ -305,7 +306,7 @@ class Nodes:
         requests, round_
             As in :meth:`ask`.
         read : callable
-            Reads a client's answer, or raises :class:`~equipoise.flower.schema.Misfit`.
+            Reads a client's answer, or raises :class:`~equipoise.flower.checks.Misfit`.
         enough : int
             The required number of answers.
 

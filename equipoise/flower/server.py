@@ -22,8 +22,9 @@ from equipoise.flower.identity import OWNERS, Owners, read_invited
 from equipoise.flower.nodes import Nodes, reasons
 from equipoise.flower.roster import Roster, read_roster
 from equipoise.flower.silo import engine_over, holds_samples, read_experiment
-from equipoise.run.api import CONFIG, Run
+from equipoise.run.api import Run
 from equipoise.run.callbacks import Callback
+from equipoise.run.directory import CONFIG
 from equipoise.run.trainer import Progress
 
 log = logging.getLogger("flwr.equipoise")

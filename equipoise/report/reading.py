@@ -15,8 +15,8 @@ from equipoise import tasks
 from equipoise.documents import read_json
 from equipoise.errors import InputError, RunError
 from equipoise.imports import import_of_run
-from equipoise.run.api import CONFIG, SUMMARY, read_config, read_names
 from equipoise.run.checksums import verify
+from equipoise.run.directory import CONFIG, SUMMARY, read_config, read_names
 from equipoise.run.files import Journal
 from equipoise.run.records import MODELS, Row, average_rows, summarize_rows, task_of
 from equipoise.task import Task

@@ -10,6 +10,7 @@ from torch import nn
 
 from equipoise.errors import InputError
 from equipoise.run.records import Row, summarize_rows
+from equipoise.run.trained import filled
 from equipoise.tree import Tree
 
 if TYPE_CHECKING:
@@ -74,10 +75,7 @@ class Snapshot:
         tensors = self.global_model
         if tensors is None:
             return None
-        # Imported here, because api.py imports this module.
-        from equipoise.run.api import _filled
-
-        return _filled(self._trainer.engine.network.blank(), tensors)
+        return filled(self._trainer.engine.network.blank(), tensors)
 
     def results(self, split: str = "test") -> dict[str, Any]:
         """Summarise this round's rows, as ``results`` in ``summary.json``.

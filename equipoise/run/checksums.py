@@ -22,6 +22,17 @@ SUMS = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/\n]+)")
 
 
+def sha256(content: bytes) -> str:
+    """Return the SHA-256 of some bytes in hexadecimal digits.
+
+    Examples
+    --------
+    >>> sha256(b"seed: 3")[:8]
+    'e5990c7a'
+    """
+    return hashlib.sha256(content).hexdigest()
+
+
 def write_sums(directory: Path, digests: Mapping[str, str]) -> None:
     """Write the checksums of some files. They replace earlier ones.
 
@@ -37,7 +48,7 @@ def write_sums(directory: Path, digests: Mapping[str, str]) -> None:
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
     >>> _ = (folder / "config.yaml").write_text("seed: 3")
-    >>> write_sums(folder, {"config.yaml": hashlib.sha256(b"seed: 3").hexdigest()})
+    >>> write_sums(folder, {"config.yaml": sha256(b"seed: 3")})
     >>> verify(folder, "config.yaml")
     """
     text = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
@@ -91,7 +102,7 @@ def verify(directory: Path, *names: str) -> None:
     --------
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
-    >>> write_sums(folder, {"config.yaml": hashlib.sha256(b"seed: 3").hexdigest()})
+    >>> write_sums(folder, {"config.yaml": sha256(b"seed: 3")})
     >>> _ = (folder / "config.yaml").write_text("seed: 4")
     >>> verify(folder)  # doctest: +ELLIPSIS
     Traceback (most recent call last):

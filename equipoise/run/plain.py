@@ -78,3 +78,22 @@ def schedule_from(plain: str | Mapping[str, Any]) -> Schedule:
         if key in fields:
             fields[key] = tuple(fields[key])
     return Schedule(**fields)
+
+
+def first_difference(found: Any, wanted: Any, path: str = "") -> str | None:
+    """Return the first key in which nested mappings differ, or ``None``.
+
+    Examples
+    --------
+    >>> first_difference({"training": {"rounds": 1}}, {"training": {"rounds": 2}})
+    'training.rounds is 1 there and 2 here'
+    """
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for key in [*found, *(k for k in wanted if k not in found)]:
+            inner = first_difference(
+                found.get(key), wanted.get(key), f"{path}.{key}" if path else str(key)
+            )
+            if inner:
+                return inner
+        return None
+    return None if found == wanted else f"{path} is {found!r} there and {wanted!r} here"

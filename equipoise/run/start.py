@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from equipoise.engine.network import frozen_digest, slots_of
+from equipoise.engine.slots import frozen_digest, slots_of
 from equipoise.errors import InputError, unknown
+from equipoise.run.directory import GLOBAL, read_config
 from equipoise.tree import Parts, Tree, select
 
 
@@ -82,9 +83,6 @@ class Start:
         return {name: found[name].to(trained[name].dtype) for name in names}
 
     def _read(self, module: nn.Module) -> Tree:
-        # Imported here, because api.py imports this module.
-        from equipoise.run.api import GLOBAL, read_config
-
         path = Path(self.path)
         file = path
         if path.is_dir():

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +35,9 @@ from equipoise.method import (
     check_state,
     combine_checked,
 )
-from equipoise.metrics import Metric
 from equipoise.random import Purpose, fold
 from equipoise.run.callbacks import Listeners
+from equipoise.run.candidates import Registered
 from equipoise.run.checkpoint import (
     BEST,
     CHECKPOINT,
@@ -53,7 +51,9 @@ from equipoise.run.checkpoint import (
 )
 from equipoise.run.evaluation import Evaluation, Evaluator, Models, Standing, diverged
 from equipoise.run.files import Journal
-from equipoise.run.records import Row, average_rows, average_summaries, last_rounds, summarize_rows
+from equipoise.run.records import Row
+from equipoise.run.round_rows import BYTES, Clock, cohort_and_notes, counted
+from equipoise.run.summary import summary_of
 from equipoise.tree import Tree, digest, flat_rows
 
 log = logging.getLogger("equipoise")
@@ -61,7 +61,6 @@ log = logging.getLogger("equipoise")
 # The key of waiting clients in the state, and the number of rounds until all are asked again.
 _WAITING, _ASK_AGAIN = "waiting", 10
 
-BYTES = ("bytes_up", "bytes_down", "bytes_overhead")
 _BYTES_OF_A_REPORT = 8
 MakeEngine = Callable[[Federation, nn.Module, Training, Machine, int, Federation], Engine]
 
@@ -76,40 +75,6 @@ class Progress:
     mean: float | None = None
     worst: float | None = None
     sigma: float | None = None
-
-
-@dataclass
-class Registered:
-    """The clients from which a sampler chooses; see :class:`equipoise.method.Candidates`.
-
-    Attributes
-    ----------
-    asked : list of RoundCohort
-        The cohorts that the sampler has asked. Their bytes count in the round.
-    """
-
-    ids: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    key: int
-    federation: Federation
-    gather: Callable[[NDArray[np.int64]], RoundCohort]
-    asked: list[RoundCohort] = field(default_factory=list)
-
-    @cached_property
-    def groups(self) -> NDArray[np.int64]:
-        """The group of each client."""
-        groups: NDArray[np.int64] = self.federation.groups[self.ids]
-        return groups
-
-    def cohort(self, ids: NDArray[np.int64]) -> RoundCohort:
-        """Return a cohort of some clients, to ask them before the choice."""
-        self.asked.append(self.gather(np.asarray(ids)))
-        return self.asked[-1]
-
-    def without(self, lost: Iterable[int]) -> Registered:
-        """Return the clients without those that did not answer."""
-        there = ~np.isin(self.ids, list(lost))
-        return replace(self, ids=self.ids[there], sizes=self.sizes[there])
 
 
 class Trainer:
@@ -368,7 +333,7 @@ class Trainer:
         return [self._ask_everyone("admit", candidates)]
 
     def _round(self) -> Progress:
-        clock = _Clock(self.engine.network.device)
+        clock = Clock(self.engine.network.device)
         number = self.state.round + 1
         last = number == self.training.rounds
         due = self.evaluation.due(number, last=last)
@@ -425,15 +390,15 @@ class Trainer:
             for name in ("messages", "evaluations")
         }
         everyone = len(cohort.ids) == len(self._registered)
-        written = _written(self.state, cohort, everyone=everyone)
+        written = cohort_and_notes(self.state, cohort, everyone=everyone)
         if only_as_last:
             fewer = moved | {"bytes_up": moved["bytes_up"] - report_bytes}
-            self._remember_for_longer(row | rest | _counted(fewer) | written, report_bytes)
+            self._remember_for_longer(row | rest | counted(fewer) | written, report_bytes)
         if due:
             self._evaluate(updates, cohort, only_as_last=only_as_last)
             clock.lap("evaluate")
             row |= self._absent()
-        row |= rest | _counted(moved) | written
+        row |= rest | counted(moved) | written
         self._listeners.round(dict(row), evaluated=due)
         if self.stopped is not None and not due and self.evaluation.every:
             # The last round is always evaluated.
@@ -465,7 +430,7 @@ class Trainer:
         # A run that was interrupted after its checkpoint has its metrics already.
         if not self.evaluation.due(0, last=True) or next(iter(self.metrics), None):
             return
-        clock = _Clock(self.engine.network.device)
+        clock = Clock(self.engine.network.device)
         self._remember_for_longer()
         self._evaluate(only_as_last=True)
         clock.lap("evaluate")
@@ -694,82 +659,12 @@ class Trainer:
 
     def summary(self) -> dict[str, Any]:
         """Summarise the reported round, or the last rounds if they are averaged."""
-        number = self.evaluator.selected_round(self.state.round)
-        task, metrics = self.engine.network.task, self.evaluator.metrics
-        of_server = {row["split"]: row for row in self.server if row["round"] == number}
-        results = self._summarized([row for row in self.metrics if row["round"] == number])
-        tail = {}
-        if self.evaluation.last is not None:
-            rounds = last_rounds(self.metrics, self.evaluation.last)
-            each = [self._summarized(rows) for rows in rounds.values()]
-            tail = {
-                "rounds": list(rounds),
-                "selected": results,
-                "each": {
-                    key: average_summaries([summary[key] for summary in each]) for key in results
-                },
-            }
-            results = self._summarized(
-                average_rows(row for rows in rounds.values() for row in rows)
-            )
-        return {
-            "method": self.method.name,
-            "data": self.federation.name,
-            "seed": self.seed,
-            "rounds": self.state.round,
-            "round": number,
-            "select": self.evaluation.select,
-            **({"select_by": self.evaluation.select_by} if self.evaluation.select_by else {}),
-            **({"stopped": self.stopped} if self.stopped else {}),
-            **({"not_replayed": slow} if (slow := self._not_replayed) else {}),
-            "task": task.name,
-            "score": task.score,
-            **(
-                {"metrics": {metric.name: _declared(metric) for metric in metrics}}
-                if metrics
-                else {}
-            ),
-            **results,
-            **({"tail": tail} if tail else {}),
-            **(
-                {"server": {split: _values(row) for split, row in of_server.items()}}
-                if of_server
-                else {}
-            ),
-            **_counted(self.bytes),
-        }
+        return summary_of(self)
 
     @property
-    def _not_replayed(self) -> str | None:
+    def not_replayed(self) -> str | None:
+        """Why steps are not replayed as CUDA graphs, or ``None`` if they are."""
         return self.engine.not_replayed or self._trains.not_replayed
-
-    def _summarized(self, rows: list[Row]) -> dict[str, Any]:
-        """Summarise rows on test and on validation data."""
-        task, metrics = self.engine.network.task, self.evaluator.metrics
-        found = {
-            key: summarize_rows(
-                rows, task, split=split, metrics=metrics, federation=self.federation
-            )
-            for key, split in (("results", "test"), ("validation", "val"))
-        }
-        for part in (
-            part
-            for by_model in found.values()
-            for who in by_model.values()
-            for part in who.values()
-        ):
-            by_attribute = [
-                of
-                for found in part.get("attributes", {}).values()
-                for of in found["over_clients"].values()
-            ]
-            for measured in (part, *part.get("metrics", {}).values(), *by_attribute):
-                if "worst_client_id" in measured:
-                    # Readers without the data do not know the numbers of clients.
-                    measured["worst_client_name"] = self.federation.client_name(
-                        measured["worst_client_id"]
-                    )
-        return found
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
@@ -915,7 +810,7 @@ class Trainer:
         def seconds(chunk: int) -> float:
             engine.chunk = chunk
             prepared, cohort = self._prepare(self._select()[0])
-            clock = _Clock(engine.network.device)
+            clock = Clock(engine.network.device)
             shared, each = self.method.aggregation.send(prepared, cohort)
             cohort.train(shared, each, self.method.local)
             clock.lap("train")
@@ -925,53 +820,3 @@ class Trainer:
         with exact_arithmetic(engine.machine):
             engine.chunk = fastest(candidates, seconds)
         return engine.chunk
-
-
-def _values(row: Row) -> Row:
-    return {name: value for name, value in row.items() if name not in ("round", "split")}
-
-
-def _declared(metric: Metric) -> dict[str, Any]:
-    """Return the declaration of a metric, with null for infinite bounds, as JSON requires."""
-    bounds = [bound if math.isfinite(bound) else None for bound in metric.range]
-    return {"higher_is_better": metric.higher_is_better, "range": bounds}
-
-
-def _counted(moved: dict[str, int]) -> dict[str, int]:
-    """Return the bytes to report. In one process there is no overhead."""
-    return {name: count for name, count in moved.items() if count or name != "bytes_overhead"}
-
-
-def _written(state: State, cohort: RoundCohort, *, everyone: bool) -> Row:
-    """Return the cohort, unless all clients take part, and the server's notes."""
-    notes = (
-        {"notes": {name: _plain(value) for name, value in state.notes.items()}}
-        if state.notes
-        else {}
-    )
-    return notes if everyone and not notes else {"clients": cohort.ids.tolist(), **notes}
-
-
-def _plain(value: Any) -> Any:
-    """Return a note for JSON, which has no NaN."""
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class _Clock:
-    """Measure seconds between laps, after the device has finished."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.laps: dict[str, float] = {}
-        self._start = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        now = time.perf_counter()
-        self.laps[name] = round(now - self._start, 6)
-        self._start = now

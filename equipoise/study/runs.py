@@ -16,9 +16,10 @@ import torch
 from equipoise.documents import read_json
 from equipoise.errors import InputError, RunError
 from equipoise.models import with_class_names
-from equipoise.run.api import CONFIG, SUMMARY, first_difference, read_config
 from equipoise.run.checksums import verify
+from equipoise.run.directory import CONFIG, SUMMARY, read_config
 from equipoise.run.files import Journal
+from equipoise.run.plain import first_difference
 from equipoise.run.processes import end_with_parent, started_by_torchrun, use_gpu
 from equipoise.run.records import Row, average_rows, summarize_rows, task_of
 from equipoise.study.metrics import WHICH

@@ -19,7 +19,7 @@ from torch import nn
 
 from equipoise import Federation, load
 from equipoise.data import load as load_data
-from equipoise.run.api import read_config
+from equipoise.run.directory import read_config
 
 Scores = dict[tuple[str, str], list[tuple[float, float]]]
 

@@ -30,7 +30,7 @@ from equipoise.method import Cohort, Sees, State, Updates, locate, mix
 from equipoise.methods import register
 from equipoise.methods.fftgp import FairnessAwareAggregation
 from equipoise.methods.ga import generalization_adjustment
-from equipoise.run.api import read_config
+from equipoise.run.directory import read_config
 from equipoise.run.files import Journal
 
 AGGREGATIONS = {"fedavg": "FedAvg", "ga": "GA", "faa": "FAA"}

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from equipoise import Machine, tasks, train
-from equipoise.engine.network import Network, frozen_digest, slots_of
+from equipoise.engine.network import Network
+from equipoise.engine.slots import frozen_digest, slots_of
 from equipoise.errors import InputError
 from equipoise.methods import build as build_method
 from equipoise.models.base import Model

@@ -13,7 +13,7 @@ from equipoise.engine.cohort import StackedCohort
 from equipoise.engine.spread import balanced
 from equipoise.errors import InputError, RunError
 from equipoise.methods import names
-from equipoise.run.api import read_config
+from equipoise.run.directory import read_config
 from tests.engine.comparison import distance
 from tests.engine.every_method import VARIANTS, fits, skipped, trained_by
 from tests.engine.ranks import threads_for

@@ -15,11 +15,12 @@ from flwr.common.constant import ErrorCode
 
 from equipoise.config import load_experiment
 from equipoise.errors import InputError, RunError
+from equipoise.flower.checks import Misfit
 from equipoise.flower.client import client_app
 from equipoise.flower.memory import Versions
 from equipoise.flower.nodes import Nodes
 from equipoise.flower.roster import Roster
-from equipoise.flower.schema import Misfit, Schema
+from equipoise.flower.schema import Schema
 from equipoise.flower.server import serve
 from equipoise.flower.settings import FlowerSettings
 from equipoise.flower.wire import from_record, settings_of, to_record

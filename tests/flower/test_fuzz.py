@@ -22,17 +22,11 @@ from equipoise import tasks
 from equipoise.data import load
 from equipoise.errors import InputError
 from equipoise.federation import SPLITS
+from equipoise.flower.checks import Misfit
+from equipoise.flower.registration import read_registration
+from equipoise.flower.reports import Declared
 from equipoise.flower.roster import Description, Roster
-from equipoise.flower.schema import (
-    ANSWER,
-    NOTE,
-    REPORTS,
-    UPDATE,
-    Declared,
-    Misfit,
-    Schema,
-    read_registration,
-)
+from equipoise.flower.schema import ANSWER, NOTE, REPORTS, UPDATE, Schema
 from equipoise.flower.settings import LARGEST_REPORT, FlowerSettings
 from equipoise.flower.wire import pack, to_record, unpack
 from tests.flower import malformed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tracemalloc
 from contextlib import suppress
@@ -14,23 +13,11 @@ from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
 from equipoise import tasks
 from equipoise.config import load_experiment
-from equipoise.data import load
 from equipoise.errors import InputError, RunError
+from equipoise.flower.checks import Misfit
 from equipoise.flower.client import client_app
 from equipoise.flower.nodes import Nodes
-from equipoise.flower.roster import Description
-from equipoise.flower.schema import (
-    REPORTS,
-    Answer,
-    Declared,
-    Misfit,
-    Number,
-    Schema,
-    alike,
-    capped_shares,
-    read_registration,
-    shown,
-)
+from equipoise.flower.schema import REPORTS, Answer, Schema, alike
 from equipoise.flower.server import serve
 from equipoise.flower.settings import FlowerSettings
 from equipoise.flower.wire import settings_of, to_record
@@ -258,16 +245,6 @@ def test_a_run_with_malformed_answers_in_every_round_finishes(what, folder):
     assert run.summary["rounds"] == rounds
     assert all({"0", "3"}.isdisjoint(row.get("left_out", {})) for row in run.trainer.rounds)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in run.trainer.state.model.values())
-
-
-def test_an_accuracy_of_one_is_in_the_range():
-    number = Declared(tasks.build("classification")).of_model("global", {"val": 1, "test": 1})[
-        "global.test"
-    ]["accuracy"]
-    assert number.read(1.0) == 1.0
-    assert number.read(1 + 1e-12) == 1 + 1e-12
-    with pytest.raises(Misfit, match="answered with 1.001 as test accuracy"):
-        number.read(1.001)
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate.models", "evaluate"])
@@ -506,32 +483,6 @@ def test_every_malformed_registration_is_refused_by_name(after, folder):
     )
 
 
-def about(**changes):
-    plain = json.loads(Description.of(load("digits"), 3).text()) | changes
-    return RecordDict({"about": ConfigRecord({"text": json.dumps(plain)})})
-
-
-def test_client_numbers_are_bounded_by_the_operator():
-    assert read_registration(about(client=9_999), FlowerSettings()).client == 9_999
-    assert (
-        read_registration(about(client=21_000), FlowerSettings(max_client=21_000)).client == 21_000
-    )
-    assert read_registration(about(client=20_000), FlowerSettings(clients=2_000)).client == 20_000
-    with pytest.raises(
-        Misfit, match=r"client 22; valid: a whole number from 0 to 21 \(flower.max_client\)"
-    ):
-        read_registration(about(client=22), FlowerSettings(max_client=21))
-
-
-def test_a_client_without_training_samples_must_be_unseen():
-    sizes = {"train": 0, "val": 0, "test": 9}
-    with pytest.raises(
-        Misfit, match="without training samples; valid: one or more, or unseen=true"
-    ):
-        read_registration(about(sizes=sizes), FlowerSettings())
-    assert read_registration(about(sizes=sizes, unseen=True), FlowerSettings()).unseen
-
-
 def test_one_client_does_not_decide_which_model_all_need(folder):
     """The one with the lowest number comes first, and needs another model than the others."""
     path = write_experiment(
@@ -745,50 +696,6 @@ def test_a_task_cannot_measure_a_column_or_an_empty_range():
             tasks.register("own_for_schema")(task(**members))
     with pytest.raises(InputError, match=r"has the range \(1.0, 0.0\) for 'f1'"):
         tasks.register("own_for_schema")(task(ranges={"f1": (1.0, 0.0)}))
-
-
-def test_all_metrics_that_a_task_declares_have_their_range():
-    class Own(Task):
-        score = "close"
-        ranges = {"close": (0.0, 1.0), "distance": (0.0, math.inf)}
-
-    numbers = Declared(Own(), largest_loss=50.0).measured("test {}", needed=True)
-    assert set(numbers) == {"loss", "close", "distance"}
-    assert numbers["distance"].read(7.0) == 7.0
-    for name, value in (("distance", -1.0), ("distance", math.inf), ("close", 1.5), ("loss", 51.0)):
-        with pytest.raises(Misfit, match=f"answered with {value:g} as test {name}"):
-            numbers[name].read(value)
-
-
-def test_a_number_that_may_be_left_out_is_read_as_nan():
-    optional = Number(called="val loss", needed=False)
-    assert math.isnan(optional.read(None))
-    assert math.isnan(optional.read(math.nan))
-    with pytest.raises(Misfit, match="answered with inf as val loss"):
-        optional.read(math.inf)
-
-
-def test_what_clients_send_is_shown_on_one_short_line():
-    assert shown("a\nb\x1b[31m\u202e\ud800") == r"a\nb\x1b[31m\u202e\ud800"
-    assert shown("x" * 10**7) == "x" * 77 + "..."
-    assert shown(list(range(10**6))) == "a list of 1000000 values"
-    assert shown(10**5000) == "a number of more than 60 digits"
-
-
-@pytest.mark.parametrize(
-    ("shares", "largest", "expected"),
-    [
-        ([0.8, 0.15, 0.05], 0.5, [0.5, 0.375, 0.125]),
-        ([0.6, 0.3, 0.1], 0.4, [0.4, 0.4, 0.2]),
-        ([0.5, 0.3, 0.2], 0.5, [0.5, 0.3, 0.2]),
-        ([0.9, 0.1], 0.3, [0.5, 0.5]),
-        ([1.0, 0.0, 0.0], 0.5, [0.5, 0.25, 0.25]),
-        ([0.5, 0.5], None, [0.5, 0.5]),
-    ],
-)
-def test_shares_above_the_bound_go_to_the_others_in_proportion(shares, largest, expected):
-    found = capped_shares(torch.tensor(shares, dtype=torch.float64), largest)
-    assert found.tolist() == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_client_that_claims_a_billion_samples_has_the_largest_share_and_no_more(folder):

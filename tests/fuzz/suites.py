@@ -25,7 +25,7 @@ from equipoise.data.files import read_idx
 from equipoise.data.leaf import read_leaf
 from equipoise.data.silos import silos
 from equipoise.report.reading import read_run
-from equipoise.run.api import read_config
+from equipoise.run.directory import read_config
 from equipoise.study import study_from
 from equipoise.study.runs import finished
 from tests.data.small_files import cifar_batch, idx_bytes

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 from equipoise import Federation, Machine, tasks, train
-from equipoise.engine.network import Network, frozen_digest
+from equipoise.engine.network import Network
+from equipoise.engine.slots import frozen_digest
 from equipoise.errors import InputError
 from equipoise.models import build, defaults
 from equipoise.models.frozen import frozen_names

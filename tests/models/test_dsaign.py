@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from equipoise.engine.network import frozen_digest
+from equipoise.engine.slots import frozen_digest
 from equipoise.errors import InputError
 from equipoise.models import build
 from equipoise.run.files import save_tensors

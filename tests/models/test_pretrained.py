@@ -22,7 +22,9 @@ from equipoise.models import build
 from equipoise.models.attention import Block
 from equipoise.models.frozen import Frozen, frozen_names
 from equipoise.models.layers import BatchNorm, Forward, convert
-from equipoise.models.pretrained import FAMILIES, IMAGENET, encoder
+from equipoise.models.pretrained import encoder
+from equipoise.models.pretrained_backbones import FAMILIES
+from equipoise.models.pretrained_source import IMAGENET
 from equipoise.models.vit import tokens_of
 
 transformers = pytest.importorskip(

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from equipoise.engine.network import frozen_digest
+from equipoise.engine.slots import frozen_digest
 from equipoise.errors import InputError
 from equipoise.models import build, with_class_names
 from equipoise.models.dsaign import CHARACTER, label_texts

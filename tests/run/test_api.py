@@ -19,7 +19,6 @@ from equipoise.method import LocalRule
 from equipoise.methods import build
 from equipoise.models.base import Model
 from equipoise.optimizers import Schedule, optimizer_named
-from equipoise.run.api import _number
 from equipoise.run.files import load_tensors
 from equipoise.run.trainer import Trainer
 from tests.run.small import (
@@ -729,55 +728,3 @@ def test_clients_whose_names_are_numbers_are_not_mistaken_for_one_another(tmp_pa
             assert torch.equal(give(name).head.weight, kept.own["head.weight"][row])
         assert torch.equal(give(1).head.weight, give("1").head.weight)
         assert torch.equal(give(np.int64(2)).head.weight, give("2").head.weight)
-
-
-@pytest.mark.parametrize(
-    ("client", "names", "message"),
-    [
-        (
-            1,
-            ("1", "2"),
-            "number 1 is called '2', and '1' is number 0; pass client='1' or client='2'",
-        ),
-        (2, ("1", "2"), "there is no number 2, and '2' is number 1; pass client='2'"),
-        (
-            4,
-            ("0", "1", "2", "3", "5"),
-            "number 4 is called '5', and no client is called '4'; pass client='5'",
-        ),
-        (-1, ("0", "-1"), "there is no number -1, and '-1' is number 1; pass client='-1'"),
-        (
-            0,
-            ("north", "0"),
-            "number 0 is called 'north', and '0' is number 1; pass client='0' or client='north'",
-        ),
-    ],
-)
-def test_a_number_that_may_be_another_clients_name_is_refused(client, names, message):
-    with pytest.raises(InputError, match=re.escape(f"client {client} is ambiguous: {message}")):
-        _number(client, names)
-
-
-@pytest.mark.parametrize(
-    ("client", "names", "number"),
-    [
-        (None, ("1", "0"), None),
-        (1, None, 1),
-        (1, ("north", "south"), 1),
-        (5, ("north", "south"), 5),
-        (5, ("0", "1"), 5),
-        (1, ("2", "1", "0"), 1),
-        (1, ("00", "01"), 1),
-        (0, ("1", "1"), 0),
-    ],
-)
-def test_a_number_that_cannot_be_mistaken_is_taken_as_it_is(client, names, number):
-    assert _number(client, names) == number
-
-
-@pytest.mark.parametrize("client", [True, 1.0, np.float32(1), np.bool_(True), [1]], ids=repr)
-def test_what_is_neither_a_number_nor_a_name_is_no_client(client):
-    with pytest.raises(
-        InputError, match=re.escape(f"client {client!r} is not a client; pass its number")
-    ):
-        _number(client, ("0", "1"))

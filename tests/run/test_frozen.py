@@ -13,7 +13,7 @@ from torch import nn
 
 from equipoise import Evaluation, Federation, Machine, load, train
 from equipoise.config import experiment_from
-from equipoise.engine.network import frozen_digest
+from equipoise.engine.slots import frozen_digest
 from equipoise.errors import InputError, RunError
 from equipoise.models import build
 from equipoise.models.base import Model

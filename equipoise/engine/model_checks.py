@@ -1,0 +1,118 @@
+"""Checks of a model and of its task before training, and what they measure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from equipoise.errors import InputError
+from equipoise.metrics import COLUMNS
+from equipoise.task import Task
+
+# Layers of these modules of torch.nn can be stacked. Testing this would take seconds for
+# convolutions on a CPU.
+_STACKABLE = frozenset(
+    f"torch.nn.modules.{name}"
+    for name in (
+        "activation",
+        "batchnorm",
+        "container",
+        "conv",
+        "dropout",
+        "flatten",
+        "instancenorm",
+        "linear",
+        "normalization",
+        "padding",
+        "pooling",
+    )
+)
+
+
+def refuse_unusual(module: nn.Module) -> None:
+    """Refuse tensors that have no shape yet, or complex numbers."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise InputError(
+                f"{name} of the model has no shape yet; call the model with a sample once"
+            )
+        if tensor.is_complex():
+            raise InputError(f"{name} of the model holds complex numbers; valid: real ones")
+
+
+def known_to_stack(layer: nn.Module) -> bool:
+    """Return whether clients can be stacked with a layer, without a test."""
+    place = type(layer).__module__
+    return (
+        place in _STACKABLE or place.startswith("equipoise.models.") or type(layer) is nn.Embedding
+    )
+
+
+def check_outputs(task: Task, output: Tensor, y: Tensor, outputs: int) -> None:
+    """Refuse outputs whose shape does not fit the federation."""
+    if wanted := task.misfit(output, y, outputs):
+        raise InputError(
+            f"the model's output for a sample has shape {tuple(output.shape[1:])}, "
+            f"but the federation has {wanted}"
+        )
+
+
+def checked_metrics(task: Task, output: Tensor, y: Tensor) -> tuple[str, ...]:
+    """Return the names of the task's metrics, which must have one value per sample."""
+    try:
+        measured = task.metrics(output, y)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"the loss or a metric of task {task.name!r} fails for outputs of shape "
+            f"{tuple(output.shape)} and targets of shape {tuple(y.shape)}: {error}"
+        ) from error
+    if missing := {"loss", task.score} - set(measured):
+        raise InputError(
+            f"the metrics of task {task.name!r} are {', '.join(measured)}, without {missing.pop()}"
+        )
+    if taken := (set(measured) - {"loss"}) & set(COLUMNS):
+        raise InputError(
+            f"the task {task.name!r} has a metric called {taken.pop()!r}, which is "
+            "already a column of metrics.jsonl; choose another name"
+        )
+    for name, values in measured.items():
+        if not isinstance(values, Tensor) or values.shape != y.shape[:1]:
+            what = (
+                f"has shape {tuple(values.shape)}"
+                if isinstance(values, Tensor)
+                else f"is {values!r}"
+            )
+            raise InputError(
+                f"{name} of task {task.name!r} {what} for {len(y)} samples; valid: one "
+                f"value per sample, of shape ({len(y)},), so that padding can be left out"
+            )
+    return tuple(measured)
+
+
+@contextmanager
+def counting(module: nn.Module) -> Iterator[list[int]]:
+    """Count the output elements of all layers in this context."""
+    counted = [0]
+
+    def count(layer: nn.Module, inputs: object, output: object) -> None:
+        if isinstance(output, Tensor):
+            counted[0] += output.numel()
+
+    handles = [layer.register_forward_hook(count) for layer in module.modules()]
+    try:
+        yield counted
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def random_states(device: torch.device) -> list[Tensor]:
+    """Return the states of PyTorch's generators, from which layers may draw."""
+    on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *on_gpu]

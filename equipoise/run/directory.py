@@ -1,0 +1,97 @@
+"""The files of a run directory: their names, and how its text files are written and read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from equipoise.documents import read_json, yaml_from
+from equipoise.errors import InputError, RunError
+from equipoise.run.checksums import SUMS, read_sums, sha256, verify, write_sums
+from equipoise.run.files import write_atomically
+
+CONFIG, SUMMARY, NAMES = "config.yaml", "summary.json", "names.json"
+GLOBAL, PERSONAL, INDEX = "model.safetensors", "personal.safetensors", "client_index.safetensors"
+
+
+def write_first_files(directory: Path, config: bytes, attached: Mapping[str, bytes]) -> None:
+    """Write the first files of a run.
+
+    The configuration is written last: a directory with this file contains a run.
+    """
+    for name, content in attached.items():
+        write_atomically(directory / name, content)
+    write_sums(
+        directory,
+        {name: sha256(content) for name, content in {**attached, CONFIG: config}.items()},
+    )
+    write_atomically(directory / CONFIG, config)
+
+
+def write_longer_config(directory: Path, config: bytes, attached: Mapping[str, bytes]) -> None:
+    """Write the configuration of a longer run.
+
+    The order matters: a run with a summary is complete, and a configuration that differs from its
+    checksum is damaged.
+    """
+    (directory / SUMMARY).unlink(missing_ok=True)
+    had_sums = read_sums(directory) is not None
+    (directory / SUMS).unlink(missing_ok=True)
+    write_atomically(directory / CONFIG, config)
+    if had_sums:
+        write_sums(
+            directory,
+            {name: sha256(content) for name, content in {**attached, CONFIG: config}.items()},
+        )
+
+
+def read_names(directory: Path) -> list[str] | None:
+    """Read the names of a run's clients by number; ``None`` if they have no names."""
+    if not (directory / NAMES).exists():
+        return None
+    if (directory / SUMMARY).exists():
+        verify(directory, NAMES)
+    names = read_json(directory / NAMES)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise RunError(f"{directory / NAMES} must contain a list of names")
+    return names
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read a run's configuration. A missing or a changed one is refused."""
+    path = directory / CONFIG
+    if path.exists():
+        verify(directory, CONFIG)
+    try:
+        config = yaml_from(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        said = " ".join(str(error).split())
+        raise InputError(f"{directory} holds no run: cannot read {path.name} ({said})") from error
+    if not isinstance(config, dict) or not isinstance(config.get("resolved"), dict):
+        raise InputError(f"{directory} holds no run: {path.name} is not a run's configuration")
+    return config
+
+
+def left_over(path: Path, attached: Mapping[str, bytes]) -> bool:
+    """Return whether a file may be from a process that was killed before its run began."""
+    first = (*attached, SUMS, CONFIG)
+    if path.name == SUMS or path.name in {f"{name}.tmp" for name in first}:
+        return True
+    return path.is_file() and path.read_bytes() == attached.get(path.name)
+
+
+def refuse_a_run_in(directory: Path) -> None:
+    """Refuse to start a run in a directory that has one."""
+    if (directory / CONFIG).exists():
+        raise InputError(
+            f"{directory} already holds a run; resume it (--resume) or choose another directory"
+        )
+
+
+def config_bytes(config: Mapping[str, Any]) -> bytes:
+    """Return the content of a run's ``config.yaml``."""
+    return yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False).encode()

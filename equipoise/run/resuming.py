@@ -1,0 +1,191 @@
+"""Whether a run may start, resume or become longer in a directory, and what identifies it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+import equipoise
+from equipoise.engine.settings import Machine, Training
+from equipoise.engine.slots import frozen_digest
+from equipoise.errors import InputError, RunError
+from equipoise.federation import Federation
+from equipoise.method import Method
+from equipoise.run.checkpoint import CHECKPOINT, IF_LONGER, read_note, refuse_another_version
+from equipoise.run.checksums import sha256, verify
+from equipoise.run.directory import CONFIG, SUMMARY, left_over, read_config, refuse_a_run_in
+from equipoise.run.plain import first_difference
+from equipoise.run.processes import threads_of_each
+from equipoise.tree import Tree, digest
+
+
+def open_run(
+    directory: Path | None,
+    config: dict[str, Any],
+    federation: Federation,
+    machine: Machine,
+    module: nn.Module,
+    begun: Tree,
+    resume: bool,
+    attached: Mapping[str, bytes],
+    processes: int,
+) -> tuple[dict[str, Any], bool, bool]:
+    """Complete the configuration and check the directory.
+
+    Return whether the run in it is finished, and whether it is made longer.
+    """
+    resolved = {
+        "equipoise": equipoise.__version__,
+        "torch": torch.__version__,
+        "device": machine.torch_device.type,
+        # Those of each process.
+        "threads": threads_of_each(processes),
+        **({"processes": processes} if processes > 1 else {}),
+        "fingerprint": federation.fingerprint(),
+        "shape": list(federation.shape),
+        "outputs": federation.outputs,
+        "clients": federation.clients,
+    }
+    if config["model"]["name"].startswith("custom:"):
+        resolved["module"] = _architecture(module)
+    if frozen := frozen_digest(module):
+        resolved["frozen"] = frozen
+    if begun:
+        resolved["start"] = digest(begun)
+    config = {**config, "resolved": resolved}
+    if directory is None:
+        return config, False, False
+    if (directory / CONFIG).exists():
+        if not resume:
+            refuse_a_run_in(directory)
+        found = read_config(directory)
+        chunk = found["resolved"].pop("chunk", None)
+        # The number of clients may change on Flower. In one process the fingerprint contains it.
+        found["resolved"]["clients"] = resolved["clients"]
+        # Runs of older versions do not record their module. Their checkpoints are refused because
+        # of their version.
+        for entry in ("module", "frozen"):
+            found["resolved"].setdefault(entry, resolved.get(entry))
+        _keep_processes(found, config)
+        longer = found["training"]["rounds"] < config["training"]["rounds"]
+        if longer:
+            found["training"]["rounds"] = config["training"]["rounds"]
+        # Trackers are not part of the experiment.
+        there, here = (
+            {**given, "tracking": None} for given in (found, json.loads(json.dumps(config)))
+        )
+        if difference := first_difference(there, here):
+            # Runs of older versions differ in settings that did not exist. The error about the
+            # version is clearer.
+            refuse_another_version(directory)
+            same = (
+                "pass the module the run began with or "
+                if difference.startswith("resolved.module ")
+                else ""
+            )
+            raise InputError(
+                f"{directory} holds another experiment: {difference}; {same}choose another "
+                "directory"
+            )
+        _check_code(directory, attached)
+        finished = (directory / SUMMARY).exists()
+        if finished and not (directory / CHECKPOINT).exists():
+            raise RunError(
+                f"the run in {directory} is finished, but its {CHECKPOINT} is missing; its results "
+                "are intact and there is nothing to resume. equipoise.load reads its models"
+            )
+        return (
+            {**config, "resolved": resolved | ({"chunk": chunk} if chunk else {})},
+            finished and not longer,
+            longer,
+        )
+    if directory.exists() and (
+        not directory.is_dir() or not all(left_over(p, attached) for p in directory.iterdir())
+    ):
+        raise InputError(f"{directory} exists and is not a run directory; choose another")
+    return config, False, False
+
+
+def _keep_processes(found: Mapping[str, Any], config: dict[str, Any]) -> None:
+    """Let a configuration name the processes with which the run began, if there are others now.
+
+    Their number changes results by rounding only, so a run may be resumed with another one.
+    """
+    there, here = found["resolved"], config["resolved"]
+    if there.get("processes", 1) != here.get("processes", 1):
+        here["threads"] = there["threads"]
+    for before, now in ((there, here), (found["machine"], config["machine"])):
+        now.pop("processes", None)
+        if "processes" in before:
+            now["processes"] = before["processes"]
+
+
+def refuse_to_lengthen(directory: Path, training: Training, method: Method, *, best: bool) -> None:
+    """Refuse to make a run longer if its rounds so far would differ in the longer run.
+
+    ``best``: whether clients keep memories of the best round on disk, which have replaced earlier
+    ones.
+    """
+    note = read_note(directory)
+    reason = training.schedule.needs_total
+    if reason is None and note.get("total_was_read"):
+        reason = f"its method {method.name!r} has used the number of rounds"
+    if best and IF_LONGER in note and note[IF_LONGER]["best_round"] != note["best_round"]:
+        reason = (
+            "clients have kept their memories of its last round, which was evaluated only "
+            "because it was the last"
+        )
+    if reason:
+        raise InputError(
+            f"the run in {directory} cannot be made longer: {reason}, so its rounds so far differ "
+            f"from those of a run with training.rounds of {training.rounds}; start again in "
+            "another directory"
+        )
+
+
+def _check_code(directory: Path, attached: Mapping[str, bytes]) -> None:
+    """Refuse to resume a run with other code than that with which it started."""
+    for name, content in attached.items():
+        path = directory / name
+        if not path.exists():
+            # Runs of older versions may lack a copy.
+            continue
+        verify(directory, name)
+        if path.read_bytes() != content:
+            raise InputError(
+                f"{directory} holds another experiment: {name} differs from the copy there, with "
+                f"which the run started; resume with that copy (equipoise run {directory / CONFIG} "
+                "--resume --trust) or choose another directory"
+            )
+
+
+def identity_of(config: Mapping[str, Any]) -> str:
+    """Return a hash of a run's settings without its number of rounds and its trackers."""
+    resolved = {
+        name: value
+        for name, value in config["resolved"].items()
+        if name not in ("clients", "chunk")
+    }
+    training = {name: value for name, value in config["training"].items() if name != "rounds"}
+    same = {**config, "resolved": resolved, "training": training, "tracking": None}
+    return sha256(json.dumps(same, sort_keys=True).encode())[:16]
+
+
+def _architecture(module: nn.Module) -> str:
+    """Return a hash of a module's printed layers, and of its tensors' names, shapes and types."""
+    # Functions are printed with their address, which differs between processes.
+    layers = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(module))
+    named = [*module.named_parameters(), *module.named_buffers()]
+    tensors = [
+        (name, None if is_lazy(tensor) else tuple(tensor.shape), str(tensor.dtype))
+        for name, tensor in named
+    ]
+    return hashlib.sha256(repr((layers, tensors)).encode()).hexdigest()[:16]
