@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, Protocol
 
 import numpy as np
@@ -138,6 +139,16 @@ def descended(params: list[Tensor], directions: list[Tensor], lr: Column) -> lis
     return list(torch._foreach_add(params, directions, alpha=-lr))
 
 
+def _kernels(lr: Column) -> Any:
+    """Return the module of GPU kernels if they can make steps with a learning rate, else None."""
+    if not isinstance(lr, Tensor) or not lr.is_cuda:
+        return None
+    # Imported here, because learning rates are tensors on a GPU only in training.
+    from equipoise.models.layers import _module_with_triton
+
+    return _module_with_triton("update_kernels", lr.device)
+
+
 def _descend(params: list[Tensor], directions: list[Tensor], lr: Column) -> None:
     """Make the step of :func:`descended` in place."""
     if isinstance(lr, Tensor):
@@ -214,7 +225,33 @@ class Sgd:
         lr: Column,
         count: Count,
     ) -> None:
-        """Make one step."""
+        """Make one step.
+
+        On a GPU with learning rates of clients, kernels make it: see
+        :mod:`equipoise.models.update_kernels`.
+        """
+        if (kernels := _kernels(lr)) is not None:
+            fit = [kernels.fits(p, g) for p, g in zip(params, gradients, strict=True)]
+            kept = 1 - self._dampening(count)
+            rule = kernels.Rule(self.momentum, kept, self.nesterov, self.weight_decay)
+            velocity = list(compress(state["momentum"], fit)) if self.momentum else None
+            given = list(compress(params, fit)), list(compress(gradients, fit)), velocity
+            kernels.descend(*given, lr, rule)
+            rest = [not fits for fits in fit]
+            params, gradients = list(compress(params, rest)), list(compress(gradients, rest))
+            state = {name: list(compress(tensors, rest)) for name, tensors in state.items()}
+        if params:
+            self._step_plainly(params, gradients, state, lr, count)
+
+    def _step_plainly(
+        self,
+        params: list[Tensor],
+        gradients: list[Tensor],
+        state: OptimizerState,
+        lr: Column,
+        count: Count,
+    ) -> None:
+        """Make one step with PyTorch's operations."""
         if "decayed" in state:
             for room, gradient, param in zip(state["decayed"], gradients, params, strict=True):
                 torch.add(gradient, param, alpha=self.weight_decay, out=room)
