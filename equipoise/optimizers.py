@@ -149,9 +149,33 @@ def _kernels(lr: Column) -> Any:
     return _module_with_triton("update_kernels", lr.device)
 
 
+def _updated(
+    params: list[Tensor],
+    gradients: list[Any],
+    velocities: list[Tensor] | None,
+    lr: Column,
+    **numbers: Any,
+) -> list[bool]:
+    """Make a step of SGD for the parameters that GPU kernels can update, and return which.
+
+    ``numbers`` are those of :class:`equipoise.models.update_kernels.Rule`.
+    """
+    if (kernels := _kernels(lr)) is None:
+        return [False] * len(params)
+    fit = [kernels.fits(p, g) for p, g in zip(params, gradients, strict=True)]
+    chosen = (
+        None if each is None else list(compress(each, fit))
+        for each in (params, gradients, velocities)
+    )
+    kernels.descend(*chosen, lr, kernels.Rule(**numbers))
+    return fit
+
+
 def _descend(params: list[Tensor], directions: list[Tensor], lr: Column) -> None:
     """Make the step of :func:`descended` in place."""
     if isinstance(lr, Tensor):
+        rest = [not done for done in _updated(params, directions, None, lr)]
+        params, directions = list(compress(params, rest)), list(compress(directions, rest))
         for param, direction, column in zip(
             params, directions, _columns(lr, directions), strict=True
         ):
@@ -230,14 +254,18 @@ class Sgd:
         On a GPU with learning rates of clients, kernels make it: see
         :mod:`equipoise.models.update_kernels`.
         """
-        if (kernels := _kernels(lr)) is not None:
-            fit = [kernels.fits(p, g) for p, g in zip(params, gradients, strict=True)]
-            kept = 1 - self._dampening(count)
-            rule = kernels.Rule(self.momentum, kept, self.nesterov, self.weight_decay)
-            velocity = list(compress(state["momentum"], fit)) if self.momentum else None
-            given = list(compress(params, fit)), list(compress(gradients, fit)), velocity
-            kernels.descend(*given, lr, rule)
-            rest = [not fits for fits in fit]
+        updated = _updated(
+            params,
+            gradients,
+            state.get("momentum"),
+            lr,
+            momentum=self.momentum,
+            kept=1 - self._dampening(count),
+            nesterov=self.nesterov,
+            decay=self.weight_decay,
+        )
+        if any(updated):
+            rest = [not done for done in updated]
             params, gradients = list(compress(params, rest)), list(compress(gradients, rest))
             state = {name: list(compress(tensors, rest)) for name, tensors in state.items()}
         if params:

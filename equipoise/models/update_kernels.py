@@ -1,10 +1,11 @@
 """The steps of stochastic gradient descent for stacked clients, as Triton kernels for a GPU.
 
 A step reads a parameter and its gradient once, and writes the parameter once. With momentum it also
-reads and writes the velocity. Small tensors share a launch. The arithmetic is that of PyTorch's
+reads and writes the velocity. Small tensors share a launch. A gradient may be given as two factors;
+then it is never written: the kernel multiplies them and makes the step. The arithmetic of a step is that of PyTorch's
 operations on a GPU, which round once for a product and a sum, so results have the same bits.
 
-Each element is computed from its own client's values only. This module is imported only if Triton
+Each element is computed from its own client's values only, in a fixed order. This module is imported only if Triton
 is installed: see ``equipoise.models.layers``.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -19,11 +21,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements of a program, and elements of all clients up to which a tensor shares a launch with
-# others.
-_BLOCK, _SMALL = 2048, 1 << 18
+from equipoise.models.convolution_kernels import add_products
+
+# Elements of a program, and of one that updates small tensors.
+_BLOCK, _SMALL_BLOCK = 2048, 512
+# Elements of all clients up to which a tensor shares a launch with others.
+_SMALL = 1 << 18
 # Small tensors of one launch. Kernels of older versions of Triton do not take tuples of tensors.
 _TOGETHER = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 4) else 1
+
+
+# Rows, columns and samples of a product of factors that a program makes.
+_TILE = {"M": 64, "N": 64, "K": 16, "num_warps": 4, "num_stages": 1}
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The gradient by a matrix as two factors, whose product is summed over samples.
+
+    Attributes
+    ----------
+    upper : Tensor
+        The gradient by the result, ``[clients, samples, rows]``.
+    x : Tensor
+        The input, ``[clients, samples, columns]``.
+    precision : str
+        As for :func:`equipoise.models.convolutions.convolve`.
+    """
+
+    upper: Tensor
+    x: Tensor
+    precision: str
 
 
 @dataclass(frozen=True)
@@ -145,8 +173,70 @@ def _step_several(
         block -= tl.cdiv(elements, BLOCK)
 
 
-def fits(param: Tensor, gradient: Tensor) -> bool:
+@triton.jit(do_not_specialize=["tiles", "samples"])
+def _step_by_factors(
+    param: tl.tensor,
+    upper: tl.tensor,
+    x: tl.tensor,
+    velocity: tl.tensor,
+    rates: tl.tensor,
+    tiles: tl.tensor,
+    samples: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    u_client: tl.tensor,
+    u_sample: tl.tensor,
+    x_client: tl.tensor,
+    x_sample: tl.tensor,
+    decay: tl.tensor,
+    momentum: tl.tensor,
+    kept: tl.tensor,
+    DECAYS: tl.constexpr,
+    GATHERS: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+) -> None:
+    """Update a tile of one client's matrix by the product of two factors."""
+    client = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    across = tl.cdiv(columns, N)
+    row = (tile // across) * M + tl.arange(0, M)
+    column = (tile % across) * N + tl.arange(0, N)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = client * rows * columns + (row[:, None] * columns + column[None, :])
+    # Loaded first, because it takes longest.
+    value = tl.load(param + at, mask=inside, other=0.0)
+    rate = tl.load(rates + client).to(tl.float32)
+    changes, inputs = upper + client * u_client, x + client * x_client
+    total = tl.zeros((M, N), dtype=tl.float32)
+    for done in range(0, samples, K):
+        sample = done + tl.arange(0, K)
+        exists = (sample < samples)[:, None]
+        change = tl.load(
+            changes + sample[:, None] * u_sample + row[None, :],
+            mask=exists & (row < rows)[None, :],
+            other=0.0,
+        )
+        given = tl.load(
+            inputs + sample[:, None] * x_sample + column[None, :],
+            mask=exists & (column < columns)[None, :],
+            other=0.0,
+        )
+        total = add_products(total, change, given, PRECISION)
+    there = velocity + at if GATHERS else velocity
+    value = _stepped(
+        value, total, there, inside, rate, decay, momentum, kept, DECAYS, GATHERS, NESTEROV
+    )
+    tl.store(param + at, value, mask=inside)
+
+
+def fits(param: Tensor, gradient: Tensor | Factors) -> bool:
     """Return whether the kernels can update a parameter."""
+    if isinstance(gradient, Factors):
+        return True
     return (
         param.dtype == gradient.dtype == torch.float32
         and param.is_contiguous()
@@ -156,7 +246,7 @@ def fits(param: Tensor, gradient: Tensor) -> bool:
 
 def descend(
     params: Sequence[Tensor],
-    gradients: Sequence[Tensor],
+    gradients: Sequence[Tensor | Factors],
     velocities: Sequence[Tensor] | None,
     rates: Tensor,
     rule: Rule,
@@ -165,9 +255,11 @@ def descend(
 
     Parameters
     ----------
-    params, gradients : sequence of Tensor
-        Stacked over clients, float32, contiguous; see :func:`fits`. Without an axis of clients if
-        ``rates`` is a single number.
+    params : sequence of Tensor
+        Stacked over clients, float32, contiguous. Without an axis of clients if ``rates`` is a
+        single number.
+    gradients : sequence of Tensor or Factors
+        One per parameter, float32 and contiguous; see :func:`fits`.
     velocities : sequence of Tensor or None
         One per parameter, if the rule has a momentum.
     rates : Tensor
@@ -186,6 +278,9 @@ def descend(
     with torch.cuda.device_of(rates):
         for group in _launches(triples):
             sizes = tuple(param.numel() // clients for param, _, _ in group)
+            if isinstance(group[0][1], Factors):
+                _launch_factors(*group[0], rates, rule)
+                continue
             if len(group) == 1:
                 tiles = triton.cdiv(sizes[0], _BLOCK)
                 _step_one[(tiles * clients,)](
@@ -193,7 +288,7 @@ def descend(
                 )
                 continue
             of_params, of_gradients, of_velocities = zip(*group, strict=True)
-            blocks = sum(triton.cdiv(param.numel(), _BLOCK) for param in of_params)
+            blocks = sum(triton.cdiv(param.numel(), _SMALL_BLOCK) for param in of_params)
             _step_several[(blocks,)](
                 of_params,
                 of_gradients,
@@ -204,13 +299,48 @@ def descend(
                 *rule.numbers,
                 NUMBER=len(group),
                 **rule.options,
-                BLOCK=_BLOCK,
+                BLOCK=_SMALL_BLOCK,
             )
+
+
+def _launch_factors(
+    param: Tensor, factors: Factors, velocity: Tensor | None, rates: Tensor, rule: Rule
+) -> None:
+    """Update a stack of matrices by the product of two factors."""
+    # Neighbours must lie side by side; a view of a larger tensor may stay where it is.
+    upper, x = (
+        each if each.stride(2) == 1 else each.contiguous() for each in (factors.upper, factors.x)
+    )
+    clients, samples, rows = upper.shape
+    columns = x.shape[2]
+    tile = _TILE | {"M": min(_TILE["M"], max(16, triton.next_power_of_2(rows)))}
+    tiles = triton.cdiv(rows, tile["M"]) * triton.cdiv(columns, tile["N"])
+    _step_by_factors[(tiles * clients,)](
+        param,
+        upper,
+        x,
+        velocity,
+        rates,
+        tiles,
+        samples,
+        rows,
+        columns,
+        *upper.stride()[:2],
+        *x.stride()[:2],
+        *rule.numbers,
+        PRECISION=factors.precision,
+        **rule.options,
+        **tile,
+    )
 
 
 def _launches(triples: list[Any]) -> Iterator[list[Any]]:
     """Divide tensors into those that share a launch. The order of updates does not matter."""
-    small = [triple for triple in triples if triple[0].numel() <= _SMALL]
-    yield from ([triple] for triple in triples if triple[0].numel() > _SMALL)
-    for first in range(0, len(small), _TOGETHER):
-        yield small[first : first + _TOGETHER]
+    shares = [
+        param.numel() <= _SMALL and not isinstance(gradient, Factors)
+        for param, gradient, _ in triples
+    ]
+    yield from ([triple] for triple, small in zip(triples, shares, strict=True) if not small)
+    together = list(compress(triples, shares))
+    for first in range(0, len(together), _TOGETHER):
+        yield together[first : first + _TOGETHER]

@@ -56,6 +56,7 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(update_kernels, "_launches", counted)
     monkeypatch.setattr(update_kernels, "_BLOCK", 64)
+    monkeypatch.setattr(update_kernels, "_SMALL_BLOCK", 64)
     monkeypatch.setattr(update_kernels, "_SMALL", 192)
     monkeypatch.setattr(optimizers, "_kernels", lambda lr: update_kernels)
     return sizes
