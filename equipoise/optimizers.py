@@ -222,6 +222,13 @@ class Sgd:
         """With dampening the first step differs from the others."""
         return self.dampening == 0
 
+    def takes_factors(self, lr: Column) -> bool:
+        """Return whether :meth:`step` takes gradients as factors with such a learning rate.
+
+        See :mod:`equipoise.models.factored`.
+        """
+        return _kernels(lr) is not None
+
     def __post_init__(self) -> None:
         """Refuse values that ``torch.optim.SGD`` refuses, and values beyond any use."""
         _check_rates(self)
@@ -244,7 +251,7 @@ class Sgd:
     def step(
         self,
         params: list[Tensor],
-        gradients: list[Tensor],
+        gradients: list[Any],
         state: OptimizerState,
         lr: Column,
         count: Count,
@@ -252,7 +259,7 @@ class Sgd:
         """Make one step.
 
         On a GPU with learning rates of clients, kernels make it: see
-        :mod:`equipoise.models.update_kernels`.
+        :mod:`equipoise.models.update_kernels`. Then gradients may be factors.
         """
         updated = _updated(
             params,
