@@ -25,8 +25,8 @@ from equipoise.models.update_kernels import Factors
 # With more rows than this a product of large matrices is limited by arithmetic, and PyTorch's
 # kernels are the better ones.
 _MOST_ROWS = 128
-# Functions on the way from a parameter to a product that return the same numbers, up to rounding, in
-# the same order. Their gradients do so, too.
+# Functions on the way from a parameter to a product that return the same numbers in the same order,
+# up to rounding. Their gradients do so, too.
 _SAME_NUMBERS = {
     "AliasBackward0",
     "SqueezeBackward1",
@@ -148,10 +148,10 @@ def _only_products(total: Tensor, leaves: Sequence[Tensor]) -> dict[int, Any]:
     # The latest node with an edge to another, and which of the inputs that is.
     users: dict[Any, tuple[Any, int]] = {}
     # All nodes are kept, because PyTorch may make a new object of one that is not.
-    met = {total.grad_fn}
-    ahead = [total.grad_fn]
+    met: set[Any] = {total.grad_fn}
+    ahead = list(met)
     while ahead:
-        node: Any = ahead.pop()
+        node = ahead.pop()
         for position, (after, _) in enumerate(node.next_functions):
             if after is None:
                 continue

@@ -458,7 +458,7 @@ def _stacked_on_gpu(x: Tensor) -> bool:
     return _current is not None and _current.stacked and x.is_cuda
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, *, factored: bool) -> Tensor:
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, *, factored: bool = False) -> Tensor:
     """Do what ``F.linear`` does, with a gradient that lies in memory as the weights do.
 
     With ``factored`` that by the weights may be left as factors.

@@ -1,12 +1,12 @@
 """The steps of stochastic gradient descent for stacked clients, as Triton kernels for a GPU.
 
 A step reads a parameter and its gradient once, and writes the parameter once. With momentum it also
-reads and writes the velocity. Small tensors share a launch. A gradient may be given as two factors;
-then it is never written: the kernel multiplies them and makes the step. The arithmetic of a step is that of PyTorch's
-operations on a GPU, which round once for a product and a sum, so results have the same bits.
+reads and writes the velocity. Small tensors share a launch. A gradient may be given as two factors,
+whose product is made where it is used and never written to memory.
 
-Each element is computed from its own client's values only, in a fixed order. This module is imported only if Triton
-is installed: see ``equipoise.models.layers``.
+The arithmetic of a step is that of PyTorch's operations on a GPU, which round once for a product
+and a sum, so results have the same bits. Each element is computed from its own client's values
+only, in a fixed order. Only imported if Triton is installed: see ``equipoise.models.layers``.
 """
 
 from __future__ import annotations
@@ -277,30 +277,35 @@ def descend(
         return
     with torch.cuda.device_of(rates):
         for group in _launches(triples):
-            sizes = tuple(param.numel() // clients for param, _, _ in group)
-            if isinstance(group[0][1], Factors):
-                _launch_factors(*group[0], rates, rule)
-                continue
-            if len(group) == 1:
-                tiles = triton.cdiv(sizes[0], _BLOCK)
+            param, gradient, velocity = group[0]
+            if isinstance(gradient, Factors):
+                _launch_factors(param, gradient, velocity, rates, rule)
+            elif len(group) == 1:
+                size = param.numel() // clients
+                tiles = triton.cdiv(size, _BLOCK)
                 _step_one[(tiles * clients,)](
-                    *group[0], rates, tiles, *sizes, *rule.numbers, **rule.options, BLOCK=_BLOCK
+                    *group[0], rates, tiles, size, *rule.numbers, **rule.options, BLOCK=_BLOCK
                 )
-                continue
-            of_params, of_gradients, of_velocities = zip(*group, strict=True)
-            blocks = sum(triton.cdiv(param.numel(), _SMALL_BLOCK) for param in of_params)
-            _step_several[(blocks,)](
-                of_params,
-                of_gradients,
-                of_velocities if rule.momentum else (),
-                sizes,
-                rates,
-                clients,
-                *rule.numbers,
-                NUMBER=len(group),
-                **rule.options,
-                BLOCK=_SMALL_BLOCK,
-            )
+            else:
+                _launch_several(group, rates, rule)
+
+
+def _launch_several(group: list[Any], rates: Tensor, rule: Rule) -> None:
+    """Update several small tensors."""
+    params, gradients, velocities = zip(*group, strict=True)
+    blocks = sum(triton.cdiv(param.numel(), _SMALL_BLOCK) for param in params)
+    _step_several[(blocks,)](
+        params,
+        gradients,
+        velocities if rule.momentum else (),
+        tuple(param.numel() // len(rates) for param in params),
+        rates,
+        len(rates),
+        *rule.numbers,
+        NUMBER=len(group),
+        **rule.options,
+        BLOCK=_SMALL_BLOCK,
+    )
 
 
 def _launch_factors(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from equipoise import optimizers
@@ -154,11 +154,9 @@ def test_only_float32_and_few_samples_have_factors(monkeypatch):
     def loss(x, first, second):
         return of_sum(product(product(x, first), second))
 
-    assert all(
-        isinstance(each, torch.Tensor) for each in gradients(loss, dtype=torch.float64)[1][1]
-    )
+    assert all(isinstance(each, Tensor) for each in gradients(loss, dtype=torch.float64)[1][1])
     monkeypatch.setattr(factored, "_MOST_ROWS", SAMPLES - 1)
-    assert all(isinstance(each, torch.Tensor) for each in gradients(loss)[1][1])
+    assert all(isinstance(each, Tensor) for each in gradients(loss)[1][1])
 
 
 def test_weights_that_are_lowered_have_factors():
@@ -198,7 +196,9 @@ def launched(monkeypatch):
         launch(param, *given)
 
     monkeypatch.setattr(update_kernels, "_launch_factors", counted)
-    monkeypatch.setattr(optimizers, "_kernels", lambda lr: update_kernels)
+    monkeypatch.setattr(
+        optimizers, "_kernels", lambda lr: update_kernels if isinstance(lr, Tensor) else None
+    )
     return shapes
 
 
