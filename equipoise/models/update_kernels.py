@@ -139,7 +139,7 @@ def _step_one(
 
 @triton.jit(do_not_specialize=["clients"])
 def _step_several(
-    params: tl.tuple,
+    values: tl.tuple,
     gradients: tl.tuple,
     velocities: tl.tuple,
     sizes: tl.tuple,
@@ -154,21 +154,24 @@ def _step_several(
     NESTEROV: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Update a block of one of several small tensors, which may have rows of several clients."""
+    """Update a block of one of several small tensors, which may have rows of several clients.
+
+    No argument may be named ``params``, which is a variable of Triton's launcher.
+    """
     block = tl.program_id(0)
     for index in tl.static_range(NUMBER):
         elements = clients * sizes[index]
         if (block >= 0) & (block * BLOCK < elements):
             at = block * BLOCK + tl.arange(0, BLOCK)
             inside = at < elements
-            value = tl.load(params[index] + at, mask=inside, other=0.0)
+            value = tl.load(values[index] + at, mask=inside, other=0.0)
             change = tl.load(gradients[index] + at, mask=inside, other=0.0)
             rate = tl.load(rates + at // sizes[index], mask=inside, other=0.0).to(tl.float32)
             there = velocities[index] + at if GATHERS else at
             value = _stepped(
                 value, change, there, inside, rate, decay, momentum, kept, DECAYS, GATHERS, NESTEROV
             )
-            tl.store(params[index] + at, value, mask=inside)
+            tl.store(values[index] + at, value, mask=inside)
         # Negative for programs whose tensor has come already.
         block -= tl.cdiv(elements, BLOCK)
 
@@ -297,7 +300,7 @@ def _launch_several(group: list[Any], rates: Tensor, rule: Rule) -> None:
     _step_several[(blocks,)](
         params,
         gradients,
-        velocities if rule.momentum else (),
+        velocities if rule.momentum else params,
         tuple(param.numel() // len(rates) for param in params),
         rates,
         len(rates),
