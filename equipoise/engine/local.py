@@ -327,7 +327,7 @@ class PhaseRun:
             and self._active > 1
             and self.pace.clip is None
             and type(self.phase.gradient) is PlainGradient
-            and isinstance(optimizer, Sgd)
+            and type(optimizer) is Sgd
             and self.chunk.network.dtype == torch.float32
             and optimizer.takes_factors(self._lr)
         )

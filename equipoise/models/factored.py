@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from equipoise.models.convolutions import _all_merged, precision_on
@@ -100,6 +101,15 @@ class StackedProduct(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
         """Count stacked clients among the clients there already are."""
+        x, weight, bias, _ = inputs
+        if in_dims[1:3] == (None, None) and len(weight) == 1:
+            # All clients share their weights: one product for all of them.
+            x = (
+                x.expand(info.batch_size, *x.shape)
+                if in_dims[0] is None
+                else x.movedim(in_dims[0], 0)
+            )
+            return F.linear(x, weight[0], None if bias is None else bias[0]), 0
         made = StackedProduct.apply(*_all_merged(info, in_dims, inputs, tensors=3))
         return made.unflatten(0, (info.batch_size, -1)), 0
 

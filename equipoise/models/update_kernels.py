@@ -216,7 +216,7 @@ def _step_by_factors(
     changes, inputs = upper + client * u_client, x + client * x_client
     total = tl.zeros((M, N), dtype=tl.float32)
     for done in range(0, samples, K):
-        sample = done + tl.arange(0, K)
+        sample = (done + tl.arange(0, K)).to(tl.int64)
         exists = (sample < samples)[:, None]
         change = tl.load(
             changes + sample[:, None] * u_sample + row[None, :],

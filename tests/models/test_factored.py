@@ -24,6 +24,7 @@ from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
 from tests.engine.comparison import distance
 from tests.engine.federations import images
+from tests.engine.gpu import needs_gpu
 from tests.engine.rerun import Rerun
 
 pytest.importorskip("triton", reason="needs Triton, which is not made for this system")
@@ -183,6 +184,23 @@ def test_a_product_is_that_of_pytorch(biased):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
 
 
+def test_clients_may_share_weights_or_samples():
+    x, weight, bias = normal(CLIENTS, SAMPLES, 5), normal(4, 5, seed=1), normal(4, seed=2)
+    for dims, given in (
+        ((0, None, None), (x, weight, bias)),
+        ((None, 0, None), (x[0], torch.stack([weight, 2 * weight]), bias)),
+        ((1, None, None), (x.movedim(0, 1), weight, None)),
+    ):
+        own = [None if tensor is None else tensor.clone().requires_grad_() for tensor in given]
+        found, wanted = (vmap(each, in_dims=dims)(*own) for each in (product, F.linear))
+        torch.testing.assert_close(found, wanted)
+        leaves = [tensor for tensor in own if tensor is not None]
+        for one, other in zip(
+            *(torch.autograd.grad(y.pow(3).sum(), leaves) for y in (found, wanted)), strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
 # ---- in the engine -------------------------------------------------------------------------------
 
 
@@ -217,7 +235,7 @@ def one_layer():
     return nn.Sequential(nn.Flatten(), nn.Linear(50, 6), nn.ReLU())
 
 
-def trained(method="fedavg", features=one_layer, recorder=None, **training):
+def trained(method="fedavg", features=one_layer, recorder=None, device="cpu", **training):
     torch.manual_seed(1)
     trainer = Trainer(
         images(sizes=[1, 3, 5, 4]),
@@ -226,7 +244,7 @@ def trained(method="fedavg", features=one_layer, recorder=None, **training):
         Training(
             **{"rounds": 2, "cohort": 4, "batch_size": 2, "optimizer": Sgd(lr=0.1)} | training
         ),
-        Machine(device="cpu", precision="float32", chunk=10),
+        Machine(device=device, precision="float32", chunk=10),
         Evaluation(every=0),
         seed=0,
     )
@@ -270,3 +288,13 @@ def test_a_layer_that_is_called_twice_has_an_ordinary_gradient(launched, monkeyp
 def test_steps_that_are_not_recorded_have_ordinary_gradients(launched):
     trained()
     assert launched == []
+
+
+@needs_gpu
+@pytest.mark.parametrize("case", CASES)
+def test_a_gpu_gives_the_cpus_numbers(case):
+    """The steps of later rounds are replayed."""
+    options, _ = CASES[case]
+    found = trained(device="cuda", rounds=4, **options)
+    on_cpu = {name: tensor.cpu() for name, tensor in found.items()}
+    assert distance(on_cpu, trained(rounds=4, **options)) <= 1e-4
