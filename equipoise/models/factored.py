@@ -139,14 +139,11 @@ def gradient(
     for node in nodes.values():
         node.wants_factors = True
     whole = torch.autograd.grad(total, leaves, allow_unused=True)
-    return losses.detach(), [
-        nodes[index].factors
-        if index in nodes
-        else torch.zeros_like(leaf)
-        if found is None
-        else found
-        for index, (found, leaf) in enumerate(zip(whole, leaves, strict=True))
-    ]
+    gradients: list[Tensor | Factors] = []
+    for index, (leaf, found) in enumerate(zip(leaves, whole, strict=True)):
+        given = nodes[index].factors if index in nodes else found
+        gradients.append(torch.zeros_like(leaf) if given is None else given)
+    return losses.detach(), gradients
 
 
 def _only_products(total: Tensor, leaves: Sequence[Tensor]) -> dict[int, Any]:

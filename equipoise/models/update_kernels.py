@@ -4,9 +4,9 @@ A step reads a parameter and its gradient once, and writes the parameter once. W
 reads and writes the velocity. Small tensors share a launch. A gradient may be given as two factors,
 whose product is made where it is used and never written to memory.
 
-The arithmetic of a step is that of PyTorch's operations on a GPU, which round once for a product
-and a sum, so results have the same bits. Each element is computed from its own client's values
-only, in a fixed order. Only imported if Triton is installed: see ``equipoise.models.layers``.
+The arithmetic of a step is that of PyTorch's operations on a GPU, so results have the same bits.
+Each element is computed from its own client's values only, in a fixed order. Only imported if
+Triton is installed: see ``equipoise.models.layers``.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ _SMALL = 1 << 18
 _TOGETHER = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 4) else 1
 
 
+# As ``torch.addcmul`` does, steps round the product of gradient and learning rate, and then the
+# difference. The compiler must not join the two. Where PyTorch rounds once, kernels use ``tl.fma``.
+_ROUNDED = {"enable_fp_fusion": False}
 # Rows, columns and samples of a product of factors that a program makes.
 _TILE = {"M": 64, "N": 64, "K": 16, "num_warps": 4, "num_stages": 1}
 
@@ -103,7 +106,7 @@ def _stepped(
         after = tl.fma(gradient, kept, before * momentum)
         tl.store(velocity, after, mask=inside)
         gradient = tl.fma(after, momentum, gradient) if NESTEROV else after
-    return tl.fma(-gradient, rate, value)
+    return value - gradient * rate
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -287,7 +290,14 @@ def descend(
                 size = param.numel() // clients
                 tiles = triton.cdiv(size, _BLOCK)
                 _step_one[(tiles * clients,)](
-                    *group[0], rates, tiles, size, *rule.numbers, **rule.options, BLOCK=_BLOCK
+                    *group[0],
+                    rates,
+                    tiles,
+                    size,
+                    *rule.numbers,
+                    BLOCK=_BLOCK,
+                    **rule.options,
+                    **_ROUNDED,
                 )
             else:
                 _launch_several(group, rates, rule)
@@ -306,8 +316,9 @@ def _launch_several(group: list[Any], rates: Tensor, rule: Rule) -> None:
         len(rates),
         *rule.numbers,
         NUMBER=len(group),
-        **rule.options,
         BLOCK=_SMALL_BLOCK,
+        **rule.options,
+        **_ROUNDED,
     )
 
 

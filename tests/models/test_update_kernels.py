@@ -1,7 +1,6 @@
 """The kernels of steps against PyTorch's operations.
 
-They run on a GPU, where they must have the same bits, or slowly on the CPU in Triton's interpreter,
-which rounds products.
+They run on a GPU, where they must have the same bits, or slowly on the CPU in Triton's interpreter.
 """
 
 from __future__ import annotations
