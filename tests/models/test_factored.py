@@ -297,4 +297,4 @@ def test_a_gpu_gives_the_cpus_numbers(case):
     options, _ = CASES[case]
     found = trained(device="cuda", rounds=4, **options)
     on_cpu = {name: tensor.cpu() for name, tensor in found.items()}
-    assert distance(on_cpu, trained(rounds=4, **options)) <= 1e-4
+    assert distance(on_cpu, trained(rounds=4, **options)) <= 1e-3
