@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, Protocol
 
 import numpy as np
@@ -138,9 +139,43 @@ def descended(params: list[Tensor], directions: list[Tensor], lr: Column) -> lis
     return list(torch._foreach_add(params, directions, alpha=-lr))
 
 
+def _kernels(lr: Column) -> Any:
+    """Return the module of GPU kernels if they can make steps with a learning rate, else None."""
+    if not isinstance(lr, Tensor) or not lr.is_cuda:
+        return None
+    # Imported here, because learning rates are tensors on a GPU only in training.
+    from equipoise.models.layers import _module_with_triton
+
+    return _module_with_triton("update_kernels", lr.device)
+
+
+def _updated(
+    params: list[Tensor],
+    gradients: list[Any],
+    velocities: list[Tensor] | None,
+    lr: Column,
+    **numbers: Any,
+) -> list[bool]:
+    """Make a step of SGD for the parameters that GPU kernels can update, and return which.
+
+    ``numbers`` are those of :class:`equipoise.models.update_kernels.Rule`.
+    """
+    if (kernels := _kernels(lr)) is None:
+        return [False] * len(params)
+    fit = [kernels.fits(p, g) for p, g in zip(params, gradients, strict=True)]
+    chosen = (
+        None if each is None else list(compress(each, fit))
+        for each in (params, gradients, velocities)
+    )
+    kernels.descend(*chosen, lr, kernels.Rule(**numbers))
+    return fit
+
+
 def _descend(params: list[Tensor], directions: list[Tensor], lr: Column) -> None:
     """Make the step of :func:`descended` in place."""
     if isinstance(lr, Tensor):
+        rest = [not done for done in _updated(params, directions, None, lr)]
+        params, directions = list(compress(params, rest)), list(compress(directions, rest))
         for param, direction, column in zip(
             params, directions, _columns(lr, directions), strict=True
         ):
@@ -187,6 +222,13 @@ class Sgd:
         """With dampening the first step differs from the others."""
         return self.dampening == 0
 
+    def takes_factors(self, lr: Column) -> bool:
+        """Return whether :meth:`step` takes gradients as factors with such a learning rate.
+
+        See :mod:`equipoise.models.factored`.
+        """
+        return _kernels(lr) is not None
+
     def __post_init__(self) -> None:
         """Refuse values that ``torch.optim.SGD`` refuses, and values beyond any use."""
         _check_rates(self)
@@ -209,12 +251,42 @@ class Sgd:
     def step(
         self,
         params: list[Tensor],
+        gradients: list[Any],
+        state: OptimizerState,
+        lr: Column,
+        count: Count,
+    ) -> None:
+        """Make one step.
+
+        On a GPU with learning rates of clients, kernels make it: see
+        :mod:`equipoise.models.update_kernels`. Then gradients may be factors.
+        """
+        updated = _updated(
+            params,
+            gradients,
+            state.get("momentum"),
+            lr,
+            momentum=self.momentum,
+            kept=1 - self._dampening(count),
+            nesterov=self.nesterov,
+            decay=self.weight_decay,
+        )
+        if any(updated):
+            rest = [not done for done in updated]
+            params, gradients = list(compress(params, rest)), list(compress(gradients, rest))
+            state = {name: list(compress(tensors, rest)) for name, tensors in state.items()}
+        if params:
+            self._step_plainly(params, gradients, state, lr, count)
+
+    def _step_plainly(
+        self,
+        params: list[Tensor],
         gradients: list[Tensor],
         state: OptimizerState,
         lr: Column,
         count: Count,
     ) -> None:
-        """Make one step."""
+        """Make one step with PyTorch's operations."""
         if "decayed" in state:
             for room, gradient, param in zip(state["decayed"], gradients, params, strict=True):
                 torch.add(gradient, param, alpha=self.weight_decay, out=room)

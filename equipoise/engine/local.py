@@ -34,9 +34,9 @@ from equipoise.engine.replay import STEPS_A_GRAPH, Inputs, Replay
 from equipoise.engine.stack import first_rows, in_plain_words, over_clients, tree_first_rows
 from equipoise.errors import InputError
 from equipoise.masked import masked_mean
-from equipoise.method import FollowsRate, LocalRule, Loss, Phase, Reports, Value
+from equipoise.method import FollowsRate, LocalRule, Loss, Phase, PlainGradient, Reports, Value
 from equipoise.models.layers import Forward
-from equipoise.optimizers import Column, Count, Optimizer, OptimizerState
+from equipoise.optimizers import Column, Count, Optimizer, OptimizerState, Sgd
 from equipoise.random import Purpose, fold_tensor
 from equipoise.tree import PERSONAL, Tree, norms, scaled, select
 
@@ -187,6 +187,8 @@ class PhaseRun:
         # Asked once: whether an object has the methods of a protocol takes Python long to say.
         self._follows_rate = isinstance(phase.gradient, FollowsRate)
         self._active = 0
+        # Whether gradients of the current step may be left as factors.
+        self._factored = False
 
     def begin(self, batches: Batches, frozen: FrozenFeatures | None = None) -> None:
         """Start the phase with new batches, a new optimizer state and no losses.
@@ -291,14 +293,12 @@ class PhaseRun:
             [inputs] if together == 1 else [inputs.batch(index) for index in range(together)]
         )
         losses_used = self.phase.losses_in(step)
+        self._factored = self._may_factor(inputs)
         values = [
             self._value(batch, loss, recorded)
             for batch, loss in zip(each_batch, losses_used, strict=True)
         ]
-        gradient = self.phase.gradient
-        if self._follows_rate:
-            gradient = gradient.at_rate(self._lr)  # type: ignore[attr-defined]
-        losses, gradients = gradient(values, self._moving_rows)
+        losses, gradients = self._gradient(values)
         with torch.no_grad():
             if self.pace.clip is not None:
                 gradients = _clip(gradients, self.pace.clip, stacked=active > 1)
@@ -313,6 +313,36 @@ class PhaseRun:
                 _, of_task = self._of_task.get(losses.data_ptr(), (losses, losses))
                 self.task_losses[:active] += of_task.double() * samples
             self._of_task.clear()
+
+    def _may_factor(self, inputs: StepInput) -> bool:
+        """Return whether gradients by weights may be left as factors for the optimizer.
+
+        They must go to it as they are. Only for recorded steps, because the graph of the losses is
+        examined from Python.
+        """
+        recorded = isinstance(inputs.number, Tensor)
+        optimizer = self.pace.optimizer
+        return (
+            recorded
+            and self._active > 1
+            and self.pace.clip is None
+            and type(self.phase.gradient) is PlainGradient
+            and type(optimizer) is Sgd
+            and self.chunk.network.dtype == torch.float32
+            and optimizer.takes_factors(self._lr)
+        )
+
+    def _gradient(self, values: Sequence[Value]) -> tuple[Tensor, list[Any]]:
+        """Return the losses of a step, and one gradient per parameter."""
+        if self._factored:
+            # Imported here, because it needs Triton.
+            from equipoise.models import factored
+
+            return factored.gradient(values[0], self._moving_rows)
+        gradient = self.phase.gradient
+        if self._follows_rate:
+            gradient = gradient.at_rate(self._lr)  # type: ignore[attr-defined]
+        return gradient(values, self._moving_rows)
 
     def _value(self, batch: StepInput, loss: Loss, recorded: Tree) -> Value:
         """Return the loss function of a batch, which records BatchNorm statistics once."""
@@ -361,7 +391,13 @@ class PhaseRun:
             params={**self.chunk.still, **fixed, **dict(zip(self.names, moving, strict=True))},
             x=x if self._frozen is None else self._frozen.batch(x, where),
             y=y,
-            forward=Forward(train=True, mask=mask, key=key, stacked=self._active > 1),
+            forward=Forward(
+                train=True,
+                mask=mask,
+                key=key,
+                stacked=self._active > 1,
+                factored=self._factored,
+            ),
             sent=self.chunk.sent,
             each=each,
             memory=memory,

@@ -261,6 +261,33 @@ def _first_part(x: tl.tensor) -> tl.tuple:
 
 
 @triton.jit
+def add_products(
+    total: tl.tensor, values: tl.tensor, change: tl.tensor, PRECISION: tl.constexpr
+) -> tl.tensor:
+    """Add the product of the transpose of ``values`` and ``change``, both ``[summed, ...]``."""
+    if PRECISION == "split" or PRECISION == "tf32":
+        # Only 16-bit factors can be transposed on their way to the tensor cores. The first two
+        # parts of a number hold 16 bits of it, more than TF32 does; all three hold 24.
+        left, left_rest = _first_part(values)
+        right, right_rest = _first_part(change)
+        left_second, left_rest = _first_part(left_rest)
+        right_second, right_rest = _first_part(right_rest)
+        part = tl.zeros(total.shape, dtype=tl.float32)
+        if PRECISION == "split":
+            part = tl.dot(tl.trans(left_rest.to(tl.bfloat16)), right, part)
+            part = tl.dot(tl.trans(left), right_rest.to(tl.bfloat16), part)
+            part = tl.dot(tl.trans(left_second), right_second, part)
+        part = tl.dot(tl.trans(left_second), right, part)
+        part = tl.dot(tl.trans(left), right_second, part)
+        total += tl.dot(tl.trans(left), right, part)
+    elif PRECISION == "bfloat16":
+        total = tl.dot(tl.trans(values.to(tl.bfloat16)), change.to(tl.bfloat16), total)
+    else:
+        total = tl.dot(tl.trans(values), change, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
 def _place_of(pixel: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tuple:
     """Say of which sample, row and column pixels are that are counted through all samples."""
     sample = (pixel // (ROWS * COLUMNS)).to(tl.int64)
@@ -356,25 +383,7 @@ def weight_sums(
             mask=exists & wanted,
             other=0.0,
         )
-        if PRECISION == "split" or PRECISION == "tf32":
-            # Only 16-bit factors can be transposed on their way to the tensor cores. The first two
-            # parts of a number hold 16 bits of it, more than TF32 does; all three hold 24.
-            left, left_rest = _first_part(values)
-            right, right_rest = _first_part(change)
-            left_second, left_rest = _first_part(left_rest)
-            right_second, right_rest = _first_part(right_rest)
-            part = tl.zeros((M, N), dtype=tl.float32)
-            if PRECISION == "split":
-                part = tl.dot(tl.trans(left_rest.to(tl.bfloat16)), right, part)
-                part = tl.dot(tl.trans(left), right_rest.to(tl.bfloat16), part)
-                part = tl.dot(tl.trans(left_second), right_second, part)
-            part = tl.dot(tl.trans(left_second), right, part)
-            part = tl.dot(tl.trans(left), right_second, part)
-            total += tl.dot(tl.trans(left), right, part)
-        elif PRECISION == "bfloat16":
-            total = tl.dot(tl.trans(values.to(tl.bfloat16)), change.to(tl.bfloat16), total)
-        else:
-            total = tl.dot(tl.trans(values), change, total, input_precision="ieee")
+        total = add_products(total, values, change, PRECISION)
     own = sums + (client * pieces + piece) * (RESULTS * (ALL + BIASED))
     tl.store(
         own + result[None, :] * ALL + entry[:, None],

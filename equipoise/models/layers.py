@@ -45,12 +45,16 @@ class Forward:
         Key of the random numbers of this client, phase and step.
     stacked : bool
         Whether this is one of many clients under ``vmap``.
+    factored : bool
+        Whether gradients by weights may be left as factors: see
+        :mod:`equipoise.models.factored`.
     """
 
     train: bool
     mask: Tensor | None = None
     key: Tensor | None = None
     stacked: bool = False
+    factored: bool = False
 
 
 _current: Forward | None = None
@@ -444,9 +448,10 @@ class Linear(nn.Linear):
         if products is not None:
             made: Tensor = products.SplitProduct.apply(x, self.weight, self.bias)
             return made
-        if self.constant or x.dim() != 2 or not _stacked_on_gpu(x):
+        factored = _current is not None and _current.factored
+        if self.constant or x.dim() != 2 or not (factored or _stacked_on_gpu(x)):
             return super().forward(x)
-        return _product(x, self.weight, self.bias)
+        return _product(x, self.weight, self.bias, factored=factored)
 
 
 def _stacked_on_gpu(x: Tensor) -> bool:
@@ -454,13 +459,17 @@ def _stacked_on_gpu(x: Tensor) -> bool:
     return _current is not None and _current.stacked and x.is_cuda
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Do what ``F.linear`` does, with a gradient that lies in memory as the weights do."""
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, *, factored: bool = False) -> Tensor:
+    """Do what ``F.linear`` does, with a gradient that lies in memory as the weights do.
+
+    With ``factored`` that by the weights may be left as factors.
+    """
     given: tuple[Tensor | None, ...] = (x, weight, bias)
     if torch.is_autocast_enabled("cuda"):
         lowered = torch.get_autocast_dtype("cuda")
         given = tuple(None if tensor is None else tensor.to(lowered) for tensor in given)
-    made: Tensor = _Product.apply(*given)
+    multiply = import_module("equipoise.models.factored").product if factored else _Product.apply
+    made: Tensor = multiply(*given)
     return made
 
 

@@ -1,0 +1,147 @@
+"""The kernels of steps against PyTorch's operations.
+
+They run on a GPU, where they must have the same bits, or slowly on the CPU in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from equipoise import optimizers
+from equipoise.optimizers import Sgd
+
+pytest.importorskip("triton", reason="needs Triton, which is not made for this system")
+
+from equipoise.models import update_kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CLIENTS, STEPS = 3, 3
+# Rows below, at and above a block; single numbers; more tensors than share a launch.
+SHAPES = [(5, 7), (), (64,), (1,), (16, 4), (65, 2), (3,), (2, 3, 2), (130,), (1, 1)]
+RULES = {
+    "plain": {},
+    "decay": {"weight_decay": 0.3},
+    "momentum": {"momentum": 0.9},
+    "dampening": {"momentum": 0.9, "dampening": 0.4},
+    "nesterov": {"momentum": 0.7, "nesterov": True},
+    "all": {"momentum": 0.7, "nesterov": True, "weight_decay": 0.05},
+}
+
+
+def normal(*shape, seed=0):
+    values = np.asarray(np.random.default_rng(seed).normal(size=shape))
+    return torch.from_numpy(values).float().to(DEVICE)
+
+
+def assert_same(found, wanted):
+    for own, other in zip(found, wanted, strict=True):
+        if DEVICE == "cuda":
+            assert torch.equal(own, other)
+        else:
+            torch.testing.assert_close(own, other, rtol=1e-6, atol=3e-7)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Use the kernels on this device with small blocks, and count the tensors of launches."""
+    sizes = []
+
+    def counted(triples, divided=update_kernels._launches):
+        groups = list(divided(triples))
+        sizes.append([len(group) for group in groups])
+        return groups
+
+    monkeypatch.setattr(update_kernels, "_launches", counted)
+    monkeypatch.setattr(update_kernels, "_BLOCK", 64)
+    monkeypatch.setattr(update_kernels, "_SMALL_BLOCK", 64)
+    monkeypatch.setattr(update_kernels, "_SMALL", 192)
+    monkeypatch.setattr(optimizers, "_kernels", lambda lr: update_kernels)
+    return sizes
+
+
+def trajectory(optimizer, clients, active=None, gradient=lambda step: step):
+    """Make steps on the first clients of a stack, and return parameters and state."""
+    params = [normal(clients, *shape, seed=i) for i, shape in enumerate(SHAPES)]
+    state = optimizer.begin(params)
+    lr = torch.tensor([0.1, 0.05, 1 / 3], dtype=torch.float64, device=DEVICE)
+    active = clients if active is None else active
+
+    def rows(tensor):
+        return tensor[0] if active == 1 else tensor[:active]
+
+    for count in range(1, STEPS + 1):
+        gradients = [
+            gradient(normal(clients, *shape, seed=100 * count + i))
+            for i, shape in enumerate(SHAPES)
+        ]
+        optimizer.step(
+            [rows(param) for param in params],
+            [rows(each) for each in gradients],
+            {name: [rows(tensor) for tensor in tensors] for name, tensors in state.items()},
+            rows(lr),
+            count,
+        )
+    return [*params, *state.get("momentum", [])]
+
+
+def plain(monkeypatch, *given, **options):
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizers, "_kernels", lambda lr: None)
+        return trajectory(*given, **options)
+
+
+@pytest.mark.parametrize("active", [3, 2, 1])
+@pytest.mark.parametrize("rule", RULES)
+def test_steps_are_those_of_pytorchs_operations(rule, active, launches, monkeypatch):
+    """Clients that have finished do not change."""
+    optimizer = Sgd(lr=0.1, **RULES[rule])
+    found = trajectory(optimizer, CLIENTS, active)
+    assert len(launches) == STEPS
+    wanted = plain(monkeypatch, optimizer, CLIENTS, active)
+    assert_same(found, wanted)
+
+
+def test_small_tensors_share_launches(launches):
+    trajectory(Sgd(lr=0.1), CLIENTS)
+    assert launches == [[1, 1, 8]] * STEPS
+
+
+def test_older_versions_of_triton_launch_a_kernel_a_tensor(launches, monkeypatch):
+    monkeypatch.setattr(update_kernels, "_TOGETHER", 1)
+    optimizer = Sgd(lr=0.1, momentum=0.5)
+    found = trajectory(optimizer, CLIENTS)
+    assert launches == [[1] * len(SHAPES)] * STEPS
+    wanted = plain(monkeypatch, optimizer, CLIENTS)
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("rule", ["plain", "all"])
+def test_tensors_that_do_not_follow_each_other_in_memory_are_updated_plainly(
+    rule, launches, monkeypatch
+):
+    def transposed(gradient):
+        return gradient.mT.contiguous().mT if gradient.dim() == 3 else gradient
+
+    optimizer = Sgd(lr=0.1, **RULES[rule])
+    found = trajectory(optimizer, CLIENTS, gradient=transposed)
+    matrices = [shape for shape in SHAPES if len(shape) == 2 and min(shape) > 1]
+    assert sum(launches[0]) == len(SHAPES) - len(matrices)
+    wanted = plain(monkeypatch, optimizer, CLIENTS, gradient=transposed)
+    assert_same(found, wanted)
+
+
+def test_other_types_are_updated_plainly(launches):
+    param, gradient = normal(2, 3).double(), normal(2, 3, seed=1).double()
+    wanted = param - 0.5 * gradient
+    lr = torch.full((2,), 0.5, dtype=torch.float64, device=DEVICE)
+    Sgd(lr=0.5).step([param], [gradient], {}, lr, 1)
+    assert torch.equal(param, wanted)
+    assert launches == []
+
+
+def test_a_stack_of_nothing(launches):
+    param = torch.zeros(2, 0, device=DEVICE)
+    Sgd(lr=0.5).step([param], [param], {}, torch.ones(2, dtype=torch.float64, device=DEVICE), 1)
+    assert launches == []
