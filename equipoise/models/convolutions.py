@@ -22,7 +22,7 @@ import triton
 from torch import Tensor
 
 from equipoise.models import convolution_kernels as kernels
-from equipoise.models.kernels import _merged, _one_client
+from equipoise.models.kernel_tools import merge_clients, one_client
 from equipoise.models.products import pay_on
 
 
@@ -405,7 +405,7 @@ def convolve(
     of_bias = None if bias is None else bias.unsqueeze(0)
     how = geometry, precision or precision_on(x.device), relu
     y = StackedConvolution.apply(x.unsqueeze(0), weight.unsqueeze(0), of_bias, *how)
-    return _one_client(y)
+    return one_client(y)
 
 
 class StackedConvolution(torch.autograd.Function):
@@ -551,7 +551,7 @@ def _all_merged(
 ) -> tuple[Any, ...]:
     """Make one axis of stacked clients and the clients there already are, in the first inputs."""
     merged = (
-        _merged(tensor, dim, info.batch_size)
+        merge_clients(tensor, dim, info.batch_size)
         for tensor, dim in zip(inputs[:tensors], in_dims, strict=False)
     )
     return *merged, *inputs[tensors:]

@@ -145,11 +145,11 @@ def dropped(x: Tensor, p: float, key: Tensor, channels: bool = False) -> Tensor:
     return x * (kept.to(x.dtype) * (1 / share))
 
 
-def _kernels(x: Tensor) -> Any:
-    """Return the module of GPU kernels if they can serve this pass, else ``None``."""
+def _kernels(x: Tensor, name: str = "kernels") -> Any:
+    """Return a module of GPU kernels if they can serve this pass, else ``None``."""
     if not _stacked_on_gpu(x) or x.dtype != torch.float32:
         return None
-    return _module_with_triton("kernels", x.device)
+    return _module_with_triton(name, x.device)
 
 
 @cache
@@ -229,7 +229,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         lone = mask is None and x.numel() == x.shape[1]
         if self.running_mean is not None and (lone or not (_current.train and self.moves)):
             y = self._at_rest(x)
-        elif (kernels := _kernels(x)) is not None:
+        elif (kernels := _kernels(x, "norm_kernels")) is not None:
             return self._followed(partial(kernels.norm, relu=relu), x, mask)
         elif mask is None and not lone and not _nested():
             y = self._whole(x)
