@@ -80,7 +80,7 @@ def _pool(
     chosen = tl.zeros((PLANES, PLACES), tl.int32)
     for i in tl.static_range(DOWN):
         for j in tl.static_range(ACROSS):
-            value = tl.load(window + (i * WIDTH + j) * INNER, mask=inside, other=0.0)
+            value = tl.load(window + (i * WIDTH + j) * INNER, mask=inside, other=0.0).to(tl.float32)
             # As PyTorch has it: the first of equal values, and anything that is not a number.
             better = (value > best) | (value != value)
             best = tl.where(better, value, best)
@@ -90,7 +90,7 @@ def _pool(
         chosen = tl.where(best <= 0, -1, chosen)
         best = tl.where(best <= 0, 0.0, best)
     to = (plane * (ROWS * COLUMNS * INNER))[:, None] + place[None, :]
-    tl.store(y + to, best, mask=inside)
+    tl.store(y + to, best.to(y.dtype.element_ty), mask=inside)
     tl.store(winner + to, chosen.to(tl.int8), mask=inside)
 
 
@@ -127,10 +127,11 @@ def _pool_gradient(
     of = (plane * (ROWS * COLUMNS * INNER))[:, None] + window[None, :]
     won = tl.load(winner + of, mask=pooled, other=-1).to(tl.int32) == own[None, :]
     above = (row // DOWN) * u_row + (column // ACROSS) * u_column + inner * u_inner
-    change = tl.load(upper + (plane * u_plane)[:, None] + above[None, :], mask=pooled, other=0.0)
+    places = upper + (plane * u_plane)[:, None] + above[None, :]
+    change = tl.load(places, mask=pooled, other=0.0).to(tl.float32)
     tl.store(
         of_x + (plane * (HEIGHT * WIDTH * INNER))[:, None] + place[None, :],
-        tl.where(won, change, 0.0),
+        tl.where(won, change, 0.0).to(of_x.dtype.element_ty),
         mask=inside,
     )
 

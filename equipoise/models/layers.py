@@ -145,9 +145,13 @@ def dropped(x: Tensor, p: float, key: Tensor, channels: bool = False) -> Tensor:
     return x * (kept.to(x.dtype) * (1 / share))
 
 
-def _kernels(x: Tensor, name: str = "kernels") -> Any:
-    """Return a module of GPU kernels if they can serve this pass, else ``None``."""
-    if not _stacked_on_gpu(x) or x.dtype != torch.float32:
+def _kernels(x: Tensor, name: str = "kernels", *, lowered: bool = False) -> Any:
+    """Return a module of GPU kernels if they can serve this pass, else ``None``.
+
+    Some of them also take what autocast has ``lowered`` to bfloat16.
+    """
+    types = (torch.float32, torch.bfloat16) if lowered else (torch.float32,)
+    if not _stacked_on_gpu(x) or x.dtype not in types:
         return None
     return _module_with_triton(name, x.device)
 
@@ -221,20 +225,22 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         if _current is None:
             y = super().forward(x)
             return y.relu() if relu else y
-        if self.weight is not None:
-            # Autocast may have lowered the input; statistics stay in the precision of the
-            # parameters.
-            x = x.to(self.weight.dtype)
         mask = _current.mask
         lone = mask is None and x.numel() == x.shape[1]
-        if self.running_mean is not None and (lone or not (_current.train and self.moves)):
-            y = self._at_rest(x)
-        elif (kernels := _kernels(x, "norm_kernels")) is not None:
+        rests = self.running_mean is not None and (lone or not (_current.train and self.moves))
+        if not rests and (kernels := _kernels(x, "norm_kernels", lowered=True)) is not None:
             return self._followed(partial(kernels.norm, relu=relu), x, mask)
+        # Autocast may have lowered the input. Statistics stay in the precision of the parameters;
+        # the result has the input's, as PyTorch's has.
+        lowered = x.dtype if torch.is_autocast_enabled(x.device.type) else None
+        x = x if self.weight is None else x.to(self.weight.dtype)
+        if rests:
+            y = self._at_rest(x)
         elif mask is None and not lone and not _nested():
             y = self._whole(x)
         else:
             y = self._followed(masked_norm, x, x.new_ones(len(x)) if mask is None else mask)
+        y = y if lowered is None else y.to(lowered)
         return y.relu() if relu else y
 
     def _at_rest(self, x: Tensor) -> Tensor:
@@ -715,7 +721,7 @@ class MaxPool(nn.MaxPool2d):
         down, across = self.window
         # The kernels store the position of the maximum of a window in a byte.
         fits = x.dim() == 4 and x.shape[2] >= down and x.shape[3] >= across and down * across <= 127
-        if fits and (kernels := _kernels(x)) is not None:
+        if fits and (kernels := _kernels(x, lowered=True)) is not None:
             pooled: Tensor = kernels.max_pool(x, self.window, relu)
             return pooled
         return super().forward(x.relu() if relu else x)

@@ -597,12 +597,12 @@ def norm(
     Parameters
     ----------
     x : Tensor
-        A batch ``[samples, channels, ...]``.
+        A batch ``[samples, channels, ...]``, float32 or bfloat16.
     mask : Tensor or None
         Which rows are samples (one) and which padding (zero), ``[samples]``; all are samples
         without one.
     weight, bias : Tensor or None
-        ``[channels]``, both or neither.
+        ``[channels]``, float32, both or neither.
     running_mean, running_var : Tensor or None
         Running statistics, ``[channels]``, both or neither. They serve where a channel has a single
         value.
@@ -616,7 +616,8 @@ def norm(
     Returns
     -------
     tuple
-        The normalised batch and the new running statistics; without old ones those of the batch.
+        The normalised batch, in the type of ``x``, and the new running statistics; without old ones
+        those of the batch.
     """
     given = (x, weight, bias, mask, running_mean, running_var)
     stacked = (None if tensor is None else tensor.unsqueeze(0) for tensor in given)
@@ -791,11 +792,12 @@ def _plain_norm(
         mean: Tensor | None,
         var: Tensor | None,
     ) -> Tensor:
-        y, *_ = masked_norm(x, mask, weight, bias, mean, var, momentum=momentum, eps=eps)
-        return y.relu() if relu else y
+        values = x.to(torch.float32)
+        y, *_ = masked_norm(values, mask, weight, bias, mean, var, momentum=momentum, eps=eps)
+        return (y.relu() if relu else y).to(x.dtype)
 
     def of_all(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        rows = x.new_ones(x.shape[:2]) if mask is None else mask
+        rows = x.new_ones(x.shape[:2], dtype=torch.float32) if mask is None else mask
         given = (x, weight, bias, rows, mean, var)
         made: Tensor = vmap(
             of_one, in_dims=tuple(None if tensor is None else 0 for tensor in given)

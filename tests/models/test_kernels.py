@@ -89,6 +89,17 @@ def test_max_pool_is_pytorchs(size, window, layout):
     assert order(found) == order(x)
 
 
+@pytest.mark.parametrize("relu", [True, False])
+def test_max_pool_of_bfloat16_is_pytorchs(relu):
+    x = normal(2, 3, 4, 5, 4).bfloat16().requires_grad_()
+    y = vmap(lambda x: kernels.max_pool(x, (2, 2), relu))(x)
+    wanted = pooled_by_pytorch(x.relu() if relu else x, 2)
+    assert torch.equal(y, wanted)
+    towards = normal(*y.shape, seed=1).bfloat16()
+    (found,), (other,) = (torch.autograd.grad(pooled, x, towards) for pooled in (y, wanted))
+    assert torch.equal(found, other)
+
+
 def test_what_is_not_a_number_wins():
     x = normal(2, 1, 3, 4, 6)
     x[0, 0, 0, 1, 2] = x[1, 0, 2, 0, 0] = x[1, 0, 2, 1, 1] = float("nan")
@@ -241,7 +252,7 @@ def everywhere(monkeypatch):
     """Use the kernels for layers of stacked clients on this device, and count their calls."""
     calls = []
 
-    def chosen(x, name="kernels"):
+    def chosen(x, name="kernels", **_):
         if layers._current is None or not layers._current.stacked or x.dtype != torch.float32:
             return None
         calls.append(x.shape)

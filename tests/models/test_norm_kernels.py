@@ -194,6 +194,28 @@ def test_norm_does_the_work_of_relu(affine):
         torch.testing.assert_close(own.double() / scale, other / scale, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("layout", [(0, 1, 2, 3, 4), (0, 1, 3, 4, 2)], ids=str)
+def test_norm_of_bfloat16_has_statistics_in_float32(layout):
+    x = laid_out((3 + normal(2, 4, 3, 2, 3)).bfloat16(), layout).requires_grad_()
+    weight, bias = (normal(2, 3, seed=seed).requires_grad_() for seed in (1, 2))
+    mean, var = normal(2, 3, seed=3), normal(2, 3, seed=4).abs()
+    towards = normal(*x.shape, seed=5).bfloat16()
+    y, *statistics = normalised(x, weight, bias, None, mean, var)
+    found = torch.autograd.grad(y, (x, weight, bias), towards)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight, bias)]
+    clients = [by_pytorch(*exact, None, mean, var, client) for client in range(2)]
+    wanted, *others = (torch.stack(parts) for parts in zip(*clients, strict=True))
+    for own, other in zip(statistics, others, strict=True):
+        torch.testing.assert_close(own.double(), other, **CLOSE)
+    gradients = torch.autograd.grad(wanted, exact, towards.double())
+    # Results are rounded to eight bits, and nothing before them. Triton's interpreter truncates.
+    assert y.dtype == found[0].dtype == torch.bfloat16
+    for own, other in [(y, wanted), (found[0], gradients[0])]:
+        torch.testing.assert_close(own.double(), other, rtol=2**-7, atol=1e-5)
+    for own, other in zip(found[1:], gradients[1:], strict=True):
+        torch.testing.assert_close(own.double(), other, rtol=1e-4, atol=1e-4)
+
+
 def test_variance_far_from_zero_is_not_lost():
     """Deviations of one around ten thousand, which the mean of squares in float32 loses."""
     x = 1e4 + normal(2, 9, 1, *LARGE)
