@@ -880,6 +880,8 @@ _ANY_LAYOUT = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh),
     *(nn.Hardswish, nn.Hardtanh, nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.Linear),
 )
+# Where code is that calls such layers only.
+_ANY_LAYOUT_IN = ("equipoise.models.", "transformers.models.resnet.")
 
 
 def _takes_any_layout(part: nn.Module) -> bool:
@@ -887,7 +889,7 @@ def _takes_any_layout(part: nn.Module) -> bool:
 
     A model's own code may call anything.
     """
-    return type(part) in _ANY_LAYOUT or type(part).__module__.startswith("equipoise.models.")
+    return type(part) in _ANY_LAYOUT or type(part).__module__.startswith(_ANY_LAYOUT_IN)
 
 
 _HOOKS = [name for name in vars(nn.Identity()) if name.startswith(("_forward", "_backward"))]
