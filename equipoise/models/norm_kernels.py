@@ -31,8 +31,9 @@ from torch.func import vmap
 from equipoise.models.kernel_tools import empty_as, merge_clients, one_client
 from equipoise.models.layers import masked_norm
 
-# Values of a tile: 16 of each thread. A tile has a single channel, unless channels are innermost in
-# memory. Then it has as many as are in so many bytes, which is what a warp reads at a time.
+# Values of a tile, 16 of each thread. A tile has a single channel, unless channels are innermost in
+# memory. Then it has as many as are in so many bytes, which a warp reads at a time. With a single
+# channel it has half the values, because a thread needs more registers for each of them.
 _TILE = 4096
 _LINE = 128
 # Tiles of a piece, unless a client would have more pieces than the number below. Those of some
@@ -841,8 +842,9 @@ class _Work:
             (samples * positions, 1, positions) if innermost else (samples, positions, 1)
         )
         together = min(_power(channels), _LINE // x.element_size()) if innermost else 1
-        across = min(_power(columns), _TILE // 4)
-        down = min(_power(rows), _TILE // (together * across))
+        values = _TILE if innermost else _TILE // 2
+        across = min(_power(columns), values // 4)
+        down = min(_power(rows), values // (together * across))
         tiles = triton.cdiv(rows, down) * triton.cdiv(columns, across)
         length = min(max(_TILES_OF_PIECE, triton.cdiv(tiles, _MOST_PIECES)), tiles)
         warps = min(max(together * down * across // 512, 1), 8)

@@ -238,8 +238,8 @@ def small_tiles(monkeypatch):
 
 # Samples, channels and positions, and for channels first and last: tiles, and tiles of a piece.
 CUT = {
-    "many": ((5, 6, 3, 3), (4, 2), (6, 3)),
-    "one sample": ((1, 5, 7, 3), (3, 2), (3, 2)),
+    "many": ((5, 6, 3, 3), (6, 3), (6, 3)),
+    "one sample": ((1, 5, 7, 3), (6, 3), (3, 2)),
     "one position": ((19, 5, 1, 1), (1, 1), (3, 2)),
     "one tile": ((2, 3, 2, 2), (1, 1), (1, 1)),
 }
