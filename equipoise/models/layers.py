@@ -140,18 +140,14 @@ def dropped(x: Tensor, p: float, key: Tensor, channels: bool = False) -> Tensor:
         return torch.zeros_like(x)
     if not channels and (kernels := _kernels(x)) is not None:
         factors: Tensor = kernels.dropout_factors(key, x.shape, threshold)
-        return x * factors
+        return x * factors.to(x.dtype)
     kept, share = kept_units(x, p, key, channels)
     return x * (kept.to(x.dtype) * (1 / share))
 
 
-def _kernels(x: Tensor, name: str = "kernels", *, lowered: bool = False) -> Any:
-    """Return a module of GPU kernels if they can serve this pass, else ``None``.
-
-    Some of them also take what autocast has ``lowered`` to bfloat16.
-    """
-    types = (torch.float32, torch.bfloat16) if lowered else (torch.float32,)
-    if not _stacked_on_gpu(x) or x.dtype not in types:
+def _kernels(x: Tensor, name: str = "kernels") -> Any:
+    """Return a module of GPU kernels if they can serve this pass, else ``None``."""
+    if not _stacked_on_gpu(x) or x.dtype not in (torch.float32, torch.bfloat16):
         return None
     return _module_with_triton(name, x.device)
 
@@ -228,7 +224,8 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         mask = _current.mask
         lone = mask is None and x.numel() == x.shape[1]
         rests = self.running_mean is not None and (lone or not (_current.train and self.moves))
-        if not rests and (kernels := _kernels(x, "norm_kernels", lowered=True)) is not None:
+        fits = self.weight is None or self.weight.dtype == torch.float32
+        if not rests and fits and (kernels := _kernels(x, "norm_kernels")) is not None:
             return self._followed(partial(kernels.norm, relu=relu), x, mask)
         # Autocast may have lowered the input. Statistics stay in the precision of the parameters;
         # the result has the input's, as PyTorch's has.
@@ -721,7 +718,7 @@ class MaxPool(nn.MaxPool2d):
         down, across = self.window
         # The kernels store the position of the maximum of a window in a byte.
         fits = x.dim() == 4 and x.shape[2] >= down and x.shape[3] >= across and down * across <= 127
-        if fits and (kernels := _kernels(x, lowered=True)) is not None:
+        if fits and (kernels := _kernels(x)) is not None:
             pooled: Tensor = kernels.max_pool(x, self.window, relu)
             return pooled
         return super().forward(x.relu() if relu else x)

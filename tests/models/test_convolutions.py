@@ -250,7 +250,7 @@ def everywhere(monkeypatch):
 
     monkeypatch.setattr(layers, "_convolutions", chosen(convolutions))
     serving = {"kernels": chosen(kernels), "norm_kernels": chosen(norm_kernels)}
-    monkeypatch.setattr(layers, "_kernels", lambda x, name="kernels", **_: serving[name](x))
+    monkeypatch.setattr(layers, "_kernels", lambda x, name="kernels": serving[name](x))
     return calls
 
 

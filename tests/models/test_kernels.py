@@ -225,9 +225,10 @@ def test_dropout_draws_the_engines_numbers(shape, p):
     assert torch.equal(alone, factors[0])
 
 
-def test_dropout_uses_the_kernel_for_stacked_clients_only(everywhere):
-    layer, keys = Dropout(0.5, 1, False), fold_tensor(3, torch.arange(2, device=DEVICE))
-    x = normal(2, 3, 4).requires_grad_()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_uses_the_kernel_for_stacked_clients_only(dtype, everywhere):
+    layer, keys = Dropout(0.3, 1, False), fold_tensor(3, torch.arange(2, device=DEVICE))
+    x = normal(2, 3, 4).to(dtype).requires_grad_()
 
     def results(stacked):
         def of_one(x, key):
@@ -241,6 +242,7 @@ def test_dropout_uses_the_kernel_for_stacked_clients_only(everywhere):
     assert not everywhere
     for own, other in zip(results(stacked=True), plain, strict=True):
         assert torch.equal(own, other)
+        assert own.dtype == dtype
     assert everywhere
 
 
@@ -252,8 +254,8 @@ def everywhere(monkeypatch):
     """Use the kernels for layers of stacked clients on this device, and count their calls."""
     calls = []
 
-    def chosen(x, name="kernels", **_):
-        if layers._current is None or not layers._current.stacked or x.dtype != torch.float32:
+    def chosen(x, name="kernels"):
+        if layers._current is None or not layers._current.stacked or x.dtype == torch.float64:
             return None
         calls.append(x.shape)
         return {"kernels": kernels, "norm_kernels": norm_kernels}[name]
