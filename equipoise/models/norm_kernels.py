@@ -8,7 +8,7 @@ no layer has to copy.
 
 A tile is what a program holds in registers. Statistics and sums take two steps if a client has many
 tiles: each program goes over some of them, a piece, and a small kernel combines the pieces. Results
-are read, and written, in the type of the input; everything between is float32.
+have the type of the input, float32 or bfloat16; all arithmetic is float32.
 
 There are no atomic operations. How work is cut, and in which order partial results are combined,
 depends on the shape of one client's batch alone. So the same input gives the same bits, whatever
@@ -44,7 +44,7 @@ _MOST_PIECES = 128
 
 # ---- tiles ---------------------------------------------------------------------------------------
 # A tile has three axes: channels, rows and columns. If channels are innermost in memory, a row is
-# a position of a sample, a sample has EACH rows and there is one column. Otherwise rows are samples
+# a position of a sample, a sample has ``each`` rows and there is one column. Otherwise rows are samples
 # and columns are positions.
 
 
