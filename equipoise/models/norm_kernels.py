@@ -44,8 +44,8 @@ _MOST_PIECES = 128
 
 # ---- tiles ---------------------------------------------------------------------------------------
 # A tile has three axes: channels, rows and columns. If channels are innermost in memory, a row is
-# a position of a sample, a sample has ``each`` rows and there is one column. Otherwise rows are samples
-# and columns are positions.
+# a position of a sample, a sample has ``each`` rows and there is one column. Otherwise rows are
+# samples and columns are positions.
 
 
 @triton.jit
