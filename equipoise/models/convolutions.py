@@ -22,7 +22,7 @@ import triton
 from torch import Tensor
 
 from equipoise.models import convolution_kernels as kernels
-from equipoise.models.kernels import _merged, _one_client
+from equipoise.models.kernel_tools import all_merged, one_client
 from equipoise.models.products import pay_on
 
 
@@ -405,7 +405,7 @@ def convolve(
     of_bias = None if bias is None else bias.unsqueeze(0)
     how = geometry, precision or precision_on(x.device), relu
     y = StackedConvolution.apply(x.unsqueeze(0), weight.unsqueeze(0), of_bias, *how)
-    return _one_client(y)
+    return one_client(y)
 
 
 class StackedConvolution(torch.autograd.Function):
@@ -450,7 +450,7 @@ class StackedConvolution(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
         """Count stacked clients among the clients there already are."""
-        made = StackedConvolution.apply(*_all_merged(info, in_dims, inputs, tensors=3))
+        made = StackedConvolution.apply(*all_merged(info, in_dims, inputs, tensors=3))
         return made.unflatten(0, (info.batch_size, -1)), 0
 
 
@@ -490,7 +490,7 @@ class StackedInputGradient(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
         """Count stacked clients among the clients there already are."""
-        made = StackedInputGradient.apply(*_all_merged(info, in_dims, inputs, tensors=2))
+        made = StackedInputGradient.apply(*all_merged(info, in_dims, inputs, tensors=2))
         return made.unflatten(0, (info.batch_size, -1)), 0
 
 
@@ -538,20 +538,9 @@ class StackedWeightGradient(torch.autograd.Function):
     ) -> tuple[tuple[Tensor, Tensor | None], tuple[int, int | None]]:
         """Count stacked clients among the clients there already are."""
         of_weight, of_bias = StackedWeightGradient.apply(
-            *_all_merged(info, in_dims, inputs, tensors=2)
+            *all_merged(info, in_dims, inputs, tensors=2)
         )
         of_weight = of_weight.unflatten(0, (info.batch_size, -1))
         if of_bias is None:
             return (of_weight, None), (0, None)
         return (of_weight, of_bias.unflatten(0, (info.batch_size, -1))), (0, 0)
-
-
-def _all_merged(
-    info: Any, in_dims: tuple[Any, ...], inputs: tuple[Any, ...], *, tensors: int
-) -> tuple[Any, ...]:
-    """Make one axis of stacked clients and the clients there already are, in the first inputs."""
-    merged = (
-        _merged(tensor, dim, info.batch_size)
-        for tensor, dim in zip(inputs[:tensors], in_dims, strict=False)
-    )
-    return *merged, *inputs[tensors:]

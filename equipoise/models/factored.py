@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from equipoise.models.convolutions import _all_merged, precision_on
-from equipoise.models.kernels import _one_client
+from equipoise.models.convolutions import precision_on
+from equipoise.models.kernel_tools import all_merged, one_client
 from equipoise.models.update_kernels import Factors
 
 # With more rows than this a product of large matrices is limited by arithmetic, and PyTorch's
@@ -59,7 +59,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y = StackedProduct.apply(
         x.unsqueeze(0), weight.unsqueeze(0), of_bias, precision_on(weight.device)
     )
-    return _one_client(y)
+    return one_client(y)
 
 
 class StackedProduct(torch.autograd.Function):
@@ -110,7 +110,7 @@ class StackedProduct(torch.autograd.Function):
                 else x.movedim(in_dims[0], 0)
             )
             return F.linear(x, weight[0], None if bias is None else bias[0]), 0
-        made = StackedProduct.apply(*_all_merged(info, in_dims, inputs, tensors=3))
+        made = StackedProduct.apply(*all_merged(info, in_dims, inputs, tensors=3))
         return made.unflatten(0, (info.batch_size, -1)), 0
 
 

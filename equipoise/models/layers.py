@@ -145,16 +145,16 @@ def dropped(x: Tensor, p: float, key: Tensor, channels: bool = False) -> Tensor:
         return torch.zeros_like(x)
     if not channels and (kernels := _kernels(x)) is not None:
         factors: Tensor = kernels.dropout_factors(key, x.shape, threshold)
-        return x * factors
+        return x * factors.to(x.dtype)
     kept, share = kept_units(x, p, key, channels)
     return x * (kept.to(x.dtype) * (1 / share))
 
 
-def _kernels(x: Tensor) -> Any:
-    """Return the module of GPU kernels if they can serve this pass, else ``None``."""
-    if not _stacked_on_gpu(x) or x.dtype != torch.float32:
+def _kernels(x: Tensor, name: str = "kernels") -> Any:
+    """Return a module of GPU kernels if they can serve this pass, else ``None``."""
+    if not _stacked_on_gpu(x) or x.dtype not in (torch.float32, torch.bfloat16):
         return None
-    return _module_with_triton("kernels", x.device)
+    return _module_with_triton(name, x.device)
 
 
 @cache
@@ -226,20 +226,23 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         if _current is None:
             y = super().forward(x)
             return y.relu() if relu else y
-        if self.weight is not None:
-            # Autocast may have lowered the input; statistics stay in the precision of the
-            # parameters.
-            x = x.to(self.weight.dtype)
         mask = _current.mask
         lone = mask is None and x.numel() == x.shape[1]
-        if self.running_mean is not None and (lone or not (_current.train and self.moves)):
-            y = self._at_rest(x)
-        elif (kernels := _kernels(x)) is not None:
+        rests = self.running_mean is not None and (lone or not (_current.train and self.moves))
+        fits = self.weight is None or self.weight.dtype == torch.float32
+        if not rests and fits and (kernels := _kernels(x, "norm_kernels")) is not None:
             return self._followed(partial(kernels.norm, relu=relu), x, mask)
+        # Autocast may have lowered the input. Statistics stay in the precision of the parameters;
+        # the result has the input's, as PyTorch's has.
+        lowered = x.dtype if torch.is_autocast_enabled(x.device.type) else None
+        x = x if self.weight is None else x.to(self.weight.dtype)
+        if rests:
+            y = self._at_rest(x)
         elif mask is None and not lone and not _nested():
             y = self._whole(x)
         else:
             y = self._followed(masked_norm, x, x.new_ones(len(x)) if mask is None else mask)
+        y = y if lowered is None else y.to(lowered)
         return y.relu() if relu else y
 
     def _at_rest(self, x: Tensor) -> Tensor:
@@ -781,6 +784,8 @@ _ANY_LAYOUT = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh),
     *(nn.Hardswish, nn.Hardtanh, nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.Linear),
 )
+# Where code is that calls such layers only.
+_ANY_LAYOUT_IN = ("equipoise.models.", "transformers.models.resnet.")
 
 
 def _takes_any_layout(part: nn.Module) -> bool:
@@ -788,7 +793,7 @@ def _takes_any_layout(part: nn.Module) -> bool:
 
     A model's own code may call anything.
     """
-    return type(part) in _ANY_LAYOUT or type(part).__module__.startswith("equipoise.models.")
+    return type(part) in _ANY_LAYOUT or type(part).__module__.startswith(_ANY_LAYOUT_IN)
 
 
 _HOOKS = [name for name in vars(nn.Identity()) if name.startswith(("_forward", "_backward"))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -142,6 +143,11 @@ def _resnet(
     body = source.load("ResNetModel")
     # Convolutional computes the mean itself, so the model's own pooling is removed.
     body.pooler = nn.Identity()
+    for module in list(body.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__ == "ResNetConvLayer":
+                # A sequence of the same layers, in which BatchNorm can do the work of the ReLU.
+                setattr(module, name, nn.Sequential(OrderedDict(child.named_children())))
     return Convolutional(normalise, body), body.config.hidden_sizes[-1]
 
 

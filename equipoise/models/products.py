@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from equipoise.models.kernel_tools import rounded
+
 _SPLIT = {"ROWS": 16, "COLUMNS": 128}
 _TILE = {"ROWS": 128, "COLUMNS": 128, "INNER": 32, "num_warps": 8}
 # Size in bytes of the tiles of x and w that are loaded while others are multiplied.
@@ -46,13 +48,6 @@ def stages(device: torch.device, stage: int, most: int) -> int:
     return max(1, min(most, memory // stage))
 
 
-@triton.jit
-def _rounded(x: tl.tensor) -> tl.tensor:
-    """Round to the nearest TF32 number: add half a unit, then clear the 13 lowest bits."""
-    bits = x.to(tl.int32, bitcast=True)
-    return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _split(
     x: tl.tensor,
@@ -69,10 +64,10 @@ def _split(
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < columns)
     values = tl.load(x + row * x_row + column * x_column, mask=inside, other=0.0)
-    high = _rounded(values)
+    high = rounded(values)
     to = parts + row * columns + column
     tl.store(to, high, mask=inside)
-    tl.store(to + rows.to(tl.int64) * columns, _rounded(values - high), mask=inside)
+    tl.store(to + rows.to(tl.int64) * columns, rounded(values - high), mask=inside)
 
 
 @triton.jit
@@ -105,8 +100,8 @@ def _multiply(
         values = tl.load(left + done, mask=row_inside & ahead, other=0.0)
         w_high = tl.load(right + done, mask=column_inside & ahead, other=0.0)
         w_low = tl.load(right + low_parts + done, mask=column_inside & ahead, other=0.0)
-        high = _rounded(values)
-        part = tl.dot(_rounded(values - high), tl.trans(w_high), input_precision="tf32")
+        high = rounded(values)
+        part = tl.dot(rounded(values - high), tl.trans(w_high), input_precision="tf32")
         part = tl.dot(high, tl.trans(w_low), part, input_precision="tf32")
         total += tl.dot(high, tl.trans(w_high), part, input_precision="tf32")
     inside = row_inside & (column < columns)[None, :]

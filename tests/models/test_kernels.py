@@ -35,275 +35,25 @@ from equipoise.run.trainer import Trainer
 from tests.engine.comparison import distance
 from tests.engine.federations import images
 from tests.engine.gpu import needs_gpu
+from tests.models.stacks import (
+    CHANNELS,
+    CLIENTS,
+    CLOSE,
+    DEVICE,
+    LARGE,
+    LAYOUTS,
+    SAMPLES,
+    laid_out,
+    normal,
+    order,
+)
 from tests.rounds import engine_run
 
 pytest.importorskip("triton", reason="needs Triton, which only PyTorch's GPU builds bring")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU that PyTorch can use, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from equipoise.models import kernels
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CLIENTS, SAMPLES, CHANNELS = 3, 5, 4
-FULL = [[1, 1, 1, 1, 1]] * CLIENTS
-MASKS = {
-    "none": None,
-    "full": FULL,
-    "partial": [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 1]],
-    "one": [[1, 1, 1, 0, 0], [0, 0, 1, 0, 0], [1, 0, 0, 0, 0]],
-}
-# How clients, samples, channels, height and width lie in memory, the outermost first.
-LAYOUTS = pytest.mark.parametrize(
-    "layout",
-    [(0, 1, 2, 3, 4), (1, 0, 2, 3, 4), (2, 1, 0, 3, 4), (0, 1, 3, 4, 2)],
-    ids=["clients first", "samples first", "channels first", "channels last"],
-)
-# Triton's interpreter takes minutes where a GPU takes milliseconds.
-LARGE = (32, 32) if torch.cuda.is_available() else (6, 7)
-POSITIONS = [(), (1, 1), (3, 5), (4, 4), LARGE] if torch.cuda.is_available() else [(), (3, 5)]
-CLOSE = {"rtol": 2e-5, "atol": 2e-5}
-
-
-def normal(*shape, seed=0):
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape)).float().to(DEVICE)
-
-
-def laid_out(x, layout):
-    """The same numbers with axes in another order of memory."""
-    axes = [axis for axis in layout if axis < x.dim()]
-    return x.permute(*axes).contiguous().permute(*np.argsort(axes))
-
-
-def order(x):
-    return [axis for axis in np.argsort([-s for s in x.stride()]) if x.shape[axis] > 1]
-
-
-def mask_named(name):
-    return (
-        None
-        if MASKS[name] is None
-        else torch.tensor(MASKS[name], dtype=torch.float32, device=DEVICE)
-    )
-
-
-def statistics():
-    return normal(CLIENTS, CHANNELS, seed=3), normal(CLIENTS, CHANNELS, seed=4).abs()
-
-
-def normalised(x, weight, bias, mask, mean, var, in_dim=0, momentum=0.2, eps=1e-3):
-    given = (x, mask, weight, bias, mean, var)
-    dims = tuple(None if t is None else 0 for t in given)
-
-    def of_one(*tensors):
-        return kernels.norm(*tensors, momentum=momentum, eps=eps)
-
-    return vmap(of_one, in_dims=(in_dim, *dims[1:]))(x.movedim(0, in_dim), *given[1:])
-
-
-def by_pytorch(x, weight, bias, mask, mean, var, client, momentum=0.2, eps=1e-3):
-    """One client in float64: output of all rows, statistics of ``nn.BatchNorm`` on samples only."""
-    rows = slice(None) if mask is None else mask[client].bool()
-    layer = nn.BatchNorm2d(CHANNELS, eps, momentum).double().to(DEVICE)
-    layer.running_mean, layer.running_var = (
-        mean[client].double().clone(),
-        var[client].double().clone(),
-    )
-    column = (-1,) + (1,) * (x.dim() - 3)
-    own = x[client]
-    if own[rows].numel() == CHANNELS:
-        used_mean, used_var = mean[client].double(), var[client].double()
-    else:
-        layer(
-            own[rows].detach().flatten(2).unsqueeze(-1)
-            if own.dim() > 2
-            else own[rows].detach()[..., None, None]
-        )
-        axes = [0, *range(2, own.dim())]
-        used_mean, used_var = own[rows].mean(axes), own[rows].var(axes, unbiased=False)
-    y = (own - used_mean.view(column)) / (used_var + eps).sqrt().view(column)
-    return (
-        y * weight[client].view(column) + bias[client].view(column),
-        layer.running_mean,
-        layer.running_var,
-    )
-
-
-@LAYOUTS
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("positions", POSITIONS, ids=str)
-def test_norm_is_pytorchs_on_every_clients_samples(positions, mask, layout):
-    mask = mask_named(mask)
-    x = laid_out(3 + 2 * normal(CLIENTS, SAMPLES, CHANNELS, *positions), layout).requires_grad_()
-    weight, bias = (normal(CLIENTS, CHANNELS, seed=seed).requires_grad_() for seed in (1, 2))
-    mean, var = statistics()
-    # An upper gradient in padding rows too: nobody may rely on it being zero.
-    towards = normal(*x.shape, seed=5)
-    y, new_mean, new_var = normalised(x, weight, bias, mask, mean, var)
-    assert order(y) == order(x), "a later layer would have to copy"
-    found = torch.autograd.grad(y, (x, weight, bias), towards)
-    assert order(found[0]) == order(x)
-    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight, bias)]
-    made = [by_pytorch(*exact, mask, mean, var, client) for client in range(CLIENTS)]
-    wanted, wanted_mean, wanted_var = (torch.stack(parts) for parts in zip(*made, strict=True))
-    torch.testing.assert_close(y.double(), wanted, **CLOSE)
-    torch.testing.assert_close(new_mean.double(), wanted_mean, **CLOSE)
-    torch.testing.assert_close(new_var.double(), wanted_var, **CLOSE)
-    for own, other in zip(found, torch.autograd.grad(wanted, exact, towards.double()), strict=True):
-        scale = max(1.0, float(other.abs().max()))
-        torch.testing.assert_close(own.double() / scale, other / scale, **CLOSE)
-
-
-@pytest.mark.parametrize("mask", ["none", "partial", "one"])
-def test_norm_without_weights_and_running_statistics(mask):
-    mask = mask_named(mask)
-    rows = torch.ones(CLIENTS, SAMPLES, device=DEVICE) if mask is None else mask
-    x = normal(CLIENTS, SAMPLES, CHANNELS, 3, 5).requires_grad_()
-    towards = normal(*x.shape, seed=5)
-    y, mean, var = normalised(x, None, None, mask, None, None)
-    exact = x.detach().double().requires_grad_()
-
-    def of_one(x, mask):
-        return masked_norm(x, mask, None, None, None, None, momentum=0.2, eps=1e-3)
-
-    wanted = vmap(of_one)(exact, rows.double())
-    for own, other in zip((y, mean, var), wanted, strict=True):
-        torch.testing.assert_close(own.double(), other, **CLOSE)
-    (found,) = torch.autograd.grad(y, x, towards)
-    torch.testing.assert_close(
-        found.double(),
-        torch.autograd.grad(wanted[0], exact, towards.double())[0],
-        rtol=1e-4,
-        atol=1e-4,
-    )
-
-
-@pytest.mark.parametrize("in_dim", [1, 2])
-def test_norm_finds_clients_along_any_axis_and_shares_what_is_shared(in_dim):
-    x, (mean, var) = normal(CLIENTS, SAMPLES, CHANNELS, 4, 4), statistics()
-    weight, bias = (normal(CLIENTS, CHANNELS, seed=seed) for seed in (1, 2))
-    wanted = normalised(x, weight, bias, None, mean, var)
-    for own, other in zip(
-        normalised(x, weight, bias, None, mean, var, in_dim=in_dim), wanted, strict=True
-    ):
-        assert torch.equal(own, other)
-    shared = vmap(
-        lambda x: kernels.norm(x, None, weight[0], bias[0], mean[0], var[0], momentum=0.2, eps=1e-3)
-    )(x)
-    for own, other in zip(shared, wanted, strict=True):
-        assert torch.equal(own[0], other[0])
-    alone = kernels.norm(x[0], None, weight[0], bias[0], mean[0], var[0], momentum=0.2, eps=1e-3)
-    for own, other in zip(alone, wanted, strict=True):
-        assert torch.equal(own, other[0])
-
-
-def test_norm_of_images_whose_positions_do_not_follow_each_other():
-    x = normal(CLIENTS, SAMPLES, CHANNELS, 4, 6)
-    odd = x.transpose(-1, -2).contiguous().transpose(-1, -2)
-    given = (None, None, None, None, None)
-    assert torch.equal(normalised(odd, *given)[0], normalised(x, *given)[0])
-
-
-@pytest.mark.parametrize("affine", [True, False])
-def test_norm_does_the_work_of_relu(affine):
-    x, mask = normal(CLIENTS, SAMPLES, CHANNELS, 2, 3), mask_named("partial")
-    tensors = [x, normal(CLIENTS, CHANNELS, seed=1), normal(CLIENTS, CHANNELS, seed=2)]
-    tensors = tensors if affine else tensors[:1]
-
-    def results(function, dtype):
-        own = [tensor.to(dtype).requires_grad_() for tensor in tensors]
-        y = vmap(function)(mask.to(dtype), *own)
-        towards = normal(*y.shape, seed=5).to(dtype)
-        firsts = torch.autograd.grad(y, own, towards, retain_graph=True)
-        again = torch.autograd.grad(y, own, towards, create_graph=True)
-        return [y, *firsts, *torch.autograd.grad(again[0].square().sum(), own)]
-
-    def ours(mask, x, weight=None, bias=None):
-        how = {"momentum": 0.1, "eps": 1e-3, "relu": True}
-        return kernels.norm(x, mask, weight, bias, None, None, **how)[0]
-
-    def plain(mask, x, weight=None, bias=None):
-        return masked_norm(x, mask, weight, bias, None, None, momentum=0.1, eps=1e-3)[0].relu()
-
-    found, wanted = results(ours, torch.float32), results(plain, torch.float64)
-    for own, other in zip(found, wanted, strict=True):
-        scale = max(1.0, float(other.detach().abs().max()))
-        torch.testing.assert_close(own.double() / scale, other / scale, rtol=1e-4, atol=1e-4)
-
-
-def test_variance_far_from_zero_is_not_lost():
-    """Deviations of one around ten thousand, which the mean of squares in float32 loses."""
-    x = 1e4 + normal(2, 9, 1, *LARGE)
-    _, mean, var = vmap(
-        lambda x: kernels.norm(x, None, None, None, None, None, momentum=0.1, eps=1e-5)
-    )(x)
-    exact = x.double()
-    torch.testing.assert_close(mean.double(), exact.mean((1, 3, 4)), rtol=1e-6, atol=0)
-    torch.testing.assert_close(
-        var.double(), exact.var((1, 3, 4), unbiased=False), rtol=1e-3, atol=0
-    )
-
-
-def test_more_samples_and_positions_than_a_tile_holds(monkeypatch):
-    x = normal(2, 9, 2, 5, 7).requires_grad_()
-    towards = normal(*x.shape, seed=5)
-    mask = (torch.arange(9, device=DEVICE) < torch.tensor([[9], [6]], device=DEVICE)).float()
-
-    def results():
-        y = vmap(
-            lambda x, mask: kernels.norm(x, mask, None, None, None, None, momentum=0.1, eps=1e-5)
-        )(x, mask)
-        return *y, *torch.autograd.grad(y[0], x, towards)
-
-    wanted = results()
-    monkeypatch.setattr(kernels, "_TILE", 128)
-    assert kernels._tiling(x.flatten(3))[0] == (2 * 2, 2 * 3)
-    for own, other in zip(results(), wanted, strict=True):
-        torch.testing.assert_close(own, other, **CLOSE)
-
-
-def test_norm_gives_the_same_bits_twice_and_whoever_shares_the_stack():
-    x, mask = normal(CLIENTS, SAMPLES, CHANNELS, *LARGE).requires_grad_(), mask_named("partial")
-    weight, bias = (normal(CLIENTS, CHANNELS, seed=seed).requires_grad_() for seed in (1, 2))
-    mean, var = statistics()
-
-    def results(clients):
-        given = [tensor[:clients] for tensor in (x, weight, bias, mask, mean, var)]
-        made = normalised(*given)
-        return *made, *torch.autograd.grad(made[0].square().sum(), given[:3])
-
-    first = results(CLIENTS)
-    for own, other in zip(results(CLIENTS), first, strict=True):
-        assert torch.equal(own, other)
-    for own, other in zip(results(2), first, strict=True):
-        assert torch.equal(own, other[:2])
-
-
-@pytest.mark.parametrize("mask", ["none", "one"])
-def test_second_derivatives_of_norm_go_through_plain_operations(mask):
-    mask, (mean, var) = mask_named(mask), statistics()
-    tensors = [
-        normal(CLIENTS, SAMPLES, CHANNELS, 3),
-        normal(CLIENTS, CHANNELS, seed=1),
-        normal(CLIENTS, CHANNELS),
-    ]
-    rows = torch.ones(CLIENTS, SAMPLES, device=DEVICE) if mask is None else mask
-
-    def plain(x, weight, bias):
-        def of_one(x, rows, *others):
-            return masked_norm(x, rows, *others, momentum=0.2, eps=1e-3)[0]
-
-        return vmap(of_one)(x, rows.to(x.dtype), weight, bias, mean.to(x.dtype), var.to(x.dtype))
-
-    def seconds(function, dtype):
-        own = [tensor.to(dtype).requires_grad_() for tensor in tensors]
-        firsts = torch.autograd.grad(function(*own).pow(3).sum(), own, create_graph=True)
-        return torch.autograd.grad(sum(first.square().sum() for first in firsts), own)
-
-    found = seconds(lambda *own: normalised(*own, mask, mean, var)[0], torch.float32)
-    for own, other in zip(found, seconds(plain, torch.float64), strict=True):
-        scale = float(other.abs().max())
-        torch.testing.assert_close(own.double() / scale, other / scale, rtol=1e-3, atol=1e-4)
-
+from equipoise.models import kernels, norm_kernels
 
 # ---- max-pooling ---------------------------------------------------------------------------------
 
@@ -337,6 +87,17 @@ def test_max_pool_is_pytorchs(size, window, layout):
     (found,) = torch.autograd.grad(y, x, towards)
     assert torch.equal(found, torch.autograd.grad(wanted, x, towards)[0])
     assert order(found) == order(x)
+
+
+@pytest.mark.parametrize("relu", [True, False])
+def test_max_pool_of_bfloat16_is_pytorchs(relu):
+    x = normal(2, 3, 4, 5, 4).bfloat16().requires_grad_()
+    y = vmap(lambda x: kernels.max_pool(x, (2, 2), relu))(x)
+    wanted = pooled_by_pytorch(x.relu() if relu else x, 2)
+    assert torch.equal(y, wanted)
+    towards = normal(*y.shape, seed=1).bfloat16()
+    (found,), (other,) = (torch.autograd.grad(pooled, x, towards) for pooled in (y, wanted))
+    assert torch.equal(found, other)
 
 
 def test_what_is_not_a_number_wins():
@@ -391,7 +152,7 @@ def test_results_may_be_changed_in_place():
 
     def of_one_client(in_place):
         def value(x, weight):
-            y, *_ = kernels.norm(x, None, weight, weight, None, None, momentum=0.1, eps=1e-5)
+            y, *_ = norm_kernels.norm(x, None, weight, weight, None, None, momentum=0.1, eps=1e-5)
             y = y.add_(x) if in_place else y + x
             pooled = kernels.max_pool(y, (2, 2))
             return (pooled.mul_(2) if in_place else pooled * 2).square().sum()
@@ -440,7 +201,7 @@ def test_a_gradient_inside_vmap():
         ]
 
     def ours(x):
-        return kernels.norm(x, None, None, None, None, None, momentum=0.1, eps=1e-5)[0]
+        return norm_kernels.norm(x, None, None, None, None, None, momentum=0.1, eps=1e-5)[0]
 
     found = vmap(grad(loss(lambda x: kernels.max_pool(x, (2, 2)), ours)))(x)
     torch.testing.assert_close(
@@ -464,9 +225,10 @@ def test_dropout_draws_the_engines_numbers(shape, p):
     assert torch.equal(alone, factors[0])
 
 
-def test_dropout_uses_the_kernel_for_stacked_clients_only(everywhere):
-    layer, keys = Dropout(0.5, 1, False), fold_tensor(3, torch.arange(2, device=DEVICE))
-    x = normal(2, 3, 4).requires_grad_()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_uses_the_kernel_for_stacked_clients_only(dtype, everywhere):
+    layer, keys = Dropout(0.3, 1, False), fold_tensor(3, torch.arange(2, device=DEVICE))
+    x = normal(2, 3, 4).to(dtype).requires_grad_()
 
     def results(stacked):
         def of_one(x, key):
@@ -480,6 +242,7 @@ def test_dropout_uses_the_kernel_for_stacked_clients_only(everywhere):
     assert not everywhere
     for own, other in zip(results(stacked=True), plain, strict=True):
         assert torch.equal(own, other)
+        assert own.dtype == dtype
     assert everywhere
 
 
@@ -491,11 +254,11 @@ def everywhere(monkeypatch):
     """Use the kernels for layers of stacked clients on this device, and count their calls."""
     calls = []
 
-    def chosen(x):
-        if layers._current is None or not layers._current.stacked or x.dtype != torch.float32:
+    def chosen(x, name="kernels"):
+        if layers._current is None or not layers._current.stacked or x.dtype == torch.float64:
             return None
         calls.append(x.shape)
-        return kernels
+        return {"kernels": kernels, "norm_kernels": norm_kernels}[name]
 
     monkeypatch.setattr(layers, "_kernels", chosen)
     return calls

@@ -142,6 +142,29 @@ def test_evaluation_and_frozen_parts_use_the_running_statistics(why, masked):
     assert torch.equal(ours.running_var, before[1])
 
 
+@pytest.mark.parametrize(
+    ("train", "mask"), [(True, None), (True, [1.0, 1.0, 0.0]), (False, None)], ids=str
+)
+def test_under_autocast_the_result_has_the_inputs_type_and_statistics_do_not(train, mask):
+    x = normal(3, 2, 4, 4).bfloat16()
+    mask = None if mask is None else torch.tensor(mask)
+
+    def results(x, *, autocast):
+        layer = BatchNorm(nn.BatchNorm2d(2))
+        with (
+            forward_pass(Forward(train=train, mask=mask)),
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
+            return layer(x), layer.running_mean, layer.running_var
+
+    y, *statistics = results(x, autocast=True)
+    wanted, *others = results(x.float(), autocast=False)
+    assert torch.equal(y, wanted.bfloat16())
+    assert y.dtype == torch.bfloat16
+    for own, other in zip(statistics, others, strict=True):
+        assert torch.equal(own, other)
+
+
 def test_new_statistics_are_assigned_and_never_written_in_place():
     layer = BatchNorm(torch_norm(()))
     before = layer.running_mean

@@ -21,7 +21,7 @@ from equipoise.errors import InputError
 from equipoise.models import build
 from equipoise.models.attention import Block
 from equipoise.models.frozen import Frozen, frozen_names
-from equipoise.models.layers import BatchNorm, Forward, convert
+from equipoise.models.layers import BatchNorm, Convolution, Forward, Sequential, convert
 from equipoise.models.pretrained import encoder
 from equipoise.models.pretrained_backbones import FAMILIES
 from equipoise.models.pretrained_source import IMAGENET
@@ -173,6 +173,22 @@ def test_every_family_is_covered_here(saved):
         for folder in saved.values()
     }
     assert kinds | {"clip_vision_model"} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", ["resnet-basic", "resnet-bottleneck"])
+def test_layers_of_resnet_take_images_with_channels_innermost_and_do_the_work_of_relu(name, saved):
+    model = made(name, saved[name])
+    theirs = transformers.ResNetModel.from_pretrained(saved[name])
+    names = {f"features.body.{key}" for key, _ in theirs.named_parameters()}
+    assert names == {key for key, _ in model.named_parameters() if "body" in key}
+    modules = list(convert(model).modules())
+    assert all(layer.channels_innermost for layer in modules if isinstance(layer, Convolution))
+    convolutions = sum(type(layer).__name__ == "ResNetConvLayer" for layer in theirs.modules())
+    alone = sum(
+        isinstance(layer, nn.Sequential) and isinstance(layer[-1], nn.Identity) for layer in modules
+    )
+    fused = sum(isinstance(layer, Sequential) for layer in modules)
+    assert fused == convolutions - alone > alone > 0
 
 
 @NAMES
