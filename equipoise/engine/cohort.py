@@ -309,9 +309,9 @@ class StackedCohort:
         return phase.optimizer or self.engine.training.optimizer
 
     def _keys(self, clients: NDArray[np.int64]) -> Tensor:
-        device = self.engine.network.device
+        """Return the keys of clients in this round, on the CPU, because they are few."""
         return fold_tensor(
-            fold(self.engine.seed, self.round, *self.purpose), torch.from_numpy(clients).to(device)
+            fold(self.engine.seed, self.round, *self.purpose), torch.from_numpy(clients)
         )
 
     def _read_memory(self, local: LocalRule, model: Tree) -> tuple[Memory, Tensor]:
@@ -394,7 +394,7 @@ class StackedCohort:
             data=self.engine.data,
             split=split,
             clients=clients,
-            keys=self._keys(clients),
+            keys=self._keys(clients).to(self.engine.network.device),
             params=own,
             still=still,
             sent=chunk.sent,
