@@ -9,7 +9,14 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-_WITH_TRITON = ("convolution_kernels", "convolutions", "kernels", "lstm_kernels", "products")
+_WITH_TRITON = (
+    "convolution_kernels",
+    "convolutions",
+    "kernels",
+    "lstm_kernels",
+    "products",
+    "stack_kernels",
+)
 collect_ignore = (
     [] if find_spec("triton") else [f"equipoise/models/{name}.py" for name in _WITH_TRITON]
 )

@@ -38,6 +38,7 @@ from equipoise.method import FollowsRate, LocalRule, Loss, Phase, Reports, Value
 from equipoise.models.layers import Forward
 from equipoise.optimizers import Column, Count, Optimizer, OptimizerState
 from equipoise.random import Purpose, fold_tensor
+from equipoise.stacks import copy_all
 from equipoise.tree import PERSONAL, Tree, norms, scaled, select
 
 # For how many shapes of chunks a GPU keeps tensors and recorded steps, and how much memory these
@@ -542,7 +543,7 @@ class LocalTraining:
 
     def fill(self, chunk: Chunk, paces: Sequence[Pace]) -> None:
         """Copy another chunk of the same shape into this one's memory."""
-        _copy_all(_tensors(self.chunk, self.paces), _tensors(chunk, paces))
+        copy_all(_tensors(self.chunk, self.paces), _tensors(chunk, paces))
 
 
 _NUMBERS = count()
@@ -581,15 +582,6 @@ def _blocks(spans: Iterable[Span]) -> Iterator[list[Span]]:
         active[span.turn] = span.shape.active
     if block:
         yield block
-
-
-def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors onto others, with one launch for all of the same type."""
-    by_type: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        by_type.setdefault(target.dtype, []).append((target, source))
-    for pairs in by_type.values():
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _tensors(chunk: Chunk, paces: Sequence[Pace]) -> list[Tensor]:
@@ -636,12 +628,36 @@ class Workshop:
         """Why steps that should be replayed ran from Python, if some did."""
         return self._unreplayed or (None if self._replay is None else self._replay.failure)
 
-    def train(
-        self, chunk: Chunk, rule: LocalRule, batches: Sequence[Batches], paces: Sequence[Pace]
-    ) -> Reports:
-        """Run a local rule for a chunk. Its parameters are trained in place.
+    def trains_copies(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Return whether chunks are copied into memory that is kept, and trained there."""
+        return self._replay is not None and all(optimizer.replays for optimizer in optimizers)
 
-        See :meth:`LocalTraining.run`.
+    def train(
+        self,
+        chunk: Chunk,
+        rule: LocalRule,
+        batches: Sequence[Batches],
+        paces: Sequence[Pace],
+        room: Tree | None = None,
+    ) -> Reports:
+        """Run a local rule for a chunk.
+
+        Parameters
+        ----------
+        chunk : Chunk
+            The clients.
+        rule : LocalRule
+            The local rule.
+        batches, paces
+            One per phase.
+        room : Tree, optional
+            Where trained parameters are written if the workshop :meth:`trains_copies`. The chunk's
+            own are not changed then. Without ``room``, the chunk's parameters are trained in place.
+
+        Returns
+        -------
+        dict of Tensor
+            See :meth:`LocalTraining.run`.
         """
         slow = [pace.optimizer for pace in paces if not pace.optimizer.replays]
         if slow and self._replay is not None:
@@ -656,9 +672,8 @@ class Workshop:
         training = self._training_for(chunk, rule, paces, self._replay)
         training.fill(chunk, paces)
         outcome = training.run(batches, self._meanwhile)
-        _copy_all(
-            list(chunk.params.values()), [training.chunk.params[name] for name in chunk.params]
-        )
+        trained = chunk.params if room is None else room
+        copy_all(list(trained.values()), [training.chunk.params[name] for name in trained])
         return outcome
 
     def _meanwhile(self) -> None:
