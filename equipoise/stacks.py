@@ -117,9 +117,9 @@ def _repeats_a_row(target: Tensor, source: Tensor) -> bool:
     """Return whether all rows of the source are the same memory, and the kernels can copy it."""
     return (
         source.dim() > 0
+        and source.stride(0) == 0
         and source.shape == target.shape
         and len(source) > 1
-        and source.stride(0) == 0
         and source.dtype == target.dtype
         and source.device == target.device
         and source[0].is_contiguous()

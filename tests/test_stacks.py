@@ -7,9 +7,10 @@ import os
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from equipoise import stacks
-from equipoise.engine.local import Workshop
+from equipoise.engine.local import PhaseRun, Workshop
 from equipoise.engine.replay import Replay
 from equipoise.engine.settings import Machine, Training
 from equipoise.methods import build
@@ -139,3 +140,60 @@ def test_a_run_copies_and_adds_all_tensors_of_a_round_together(called, monkeypat
     assert called in (None, ["copy_rows", "copy_rows", "weighted_sums"] * 2)
     monkeypatch.setattr(stacks, "kernels_for", lambda device: None)
     assert distance(found, trained()) <= 1e-6
+
+
+class Launches(TorchDispatchMode):
+    """Count operations that compute or copy something."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not function.is_view and "empty" not in function.__name__
+        return function(*args, **(kwargs or {}))
+
+
+def launches_of_a_round(layers, clients):
+    """The operations of a round outside of local steps."""
+    features = [nn.Flatten(), nn.Linear(50, 2), *(nn.Linear(2, 2) for _ in range(layers))]
+    trainer = Trainer(
+        images(sizes=[4] * clients),
+        build("fedavg"),
+        Model(nn.Sequential(*features), nn.Linear(2, 4)),
+        Training(rounds=4, batch_size=4),
+        Machine(device=DEVICE, replay=False, chunk=clients),
+        Evaluation(every=0),
+        seed=0,
+    )
+    trainer.engine.workshop = Workshop(Replay(Rerun()))
+    counted = []
+
+    def next_round(progress):
+        counted.append(launches.count)
+        launches.count = 0
+
+    with Launches() as launches:
+        trainer.run(next_round)
+    # From round 3 on, all steps are replayed.
+    assert counted[2] == counted[3]
+    return counted[3]
+
+
+def test_operations_outside_of_steps_depend_neither_on_clients_nor_on_tensors(monkeypatch):
+    class Quiet:
+        """The kernels, whose launches are not operations of PyTorch; each counts as one."""
+
+        def __getattr__(self, name):
+            def call(*given):
+                with _disable_current_modes():
+                    return getattr(stack_kernels, name)(*given)
+
+            return call
+
+    monkeypatch.setattr(stacks, "kernels_for", lambda device: Quiet())
+    monkeypatch.setattr(PhaseRun, "advance", lambda *given: None)
+    few = launches_of_a_round(layers=1, clients=2)
+    assert few <= 150
+    assert launches_of_a_round(layers=5, clients=2) == few
+    assert launches_of_a_round(layers=1, clients=7) == few

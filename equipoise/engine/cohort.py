@@ -228,12 +228,11 @@ class StackedCohort:
         engine, training = self.engine, self.engine.training
         device = engine.network.device
         everyone = len(members) == len(self.ids) and bool((np.diff(members) == 1).all())
-        where = torch.from_numpy(members).to(device)
+        where = None if everyone else torch.from_numpy(members).to(device)
 
         def of_members(tree: Mapping[str, Tensor]) -> Tree:
-            return {
-                name: t.to(device) if everyone else t.to(device)[where] for name, t in tree.items()
-            }
+            there = {name: tensor.to(device) for name, tensor in tree.items()}
+            return there if where is None else {name: t[where] for name, t in there.items()}
 
         own_memory = {name: of_members(tree) for name, tree in memory.items()}
         kept = own_memory.pop(KEPT, {})
@@ -247,8 +246,8 @@ class StackedCohort:
             sent=shared,
             each=of_members(each),
             memory=own_memory,
-            seen=seen if everyone else seen[where],
-            round=torch.tensor(self.round, device=device),
+            seen=seen if where is None else seen[where],
+            round=torch.full((), self.round, device=device),
         )
         reports = self._reports("before", chunk, members)
         own_memory |= self._facts_before(local, chunk, members)
