@@ -12,6 +12,7 @@ import torch
 _WITH_TRITON = (
     "convolution_kernels",
     "convolutions",
+    "hash_kernels",
     "kernels",
     "lstm_kernels",
     "products",
