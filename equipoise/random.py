@@ -117,6 +117,31 @@ def fold(key: int, *coordinates: int) -> int:
     return key
 
 
+def fold_array(
+    key: npt.NDArray[np.int64] | int, *coordinates: npt.NDArray[np.int64] | int
+) -> npt.NDArray[np.int64]:
+    """Derive keys elementwise on the host, where this takes less time than with tensors.
+
+    The key or the first coordinate is an array. Arguments are broadcast.
+
+    Examples
+    --------
+    >>> keys = fold_array(7, np.arange(3))
+    >>> keys[2].item() % 2**64 == fold(7, 2)
+    True
+    """
+    mixed: Any = key.astype(np.uint64) if isinstance(key, np.ndarray) else np.uint64(key & _MASK)
+    for coordinate in coordinates:
+        step = (
+            (coordinate.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+            if isinstance(coordinate, np.ndarray)
+            else np.uint64(_GOLDEN * (coordinate + 1) & _MASK)
+        )
+        mixed = _mix_array(mixed + step)
+    keys: npt.NDArray[np.int64] = mixed.view(np.int64)
+    return keys
+
+
 def fold_tensor(key: Tensor | int, *coordinates: Tensor | int) -> Tensor:
     """Derive keys elementwise on the device.
 

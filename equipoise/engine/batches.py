@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equipoise.federation import Split
-from equipoise.random import Purpose, fold_tensor, permutations
+from equipoise.random import Purpose, fold_array, fold_tensor, permutations
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ def draw_batches(
     clients : int array
         The chunk, ordered by decreasing number of steps.
     keys : Tensor
-        One key per client, of this round. On the CPU, keys of batches are derived there, which is
-        faster than many small operations on a GPU.
+        One key per client, of this round. Those of batches are derived on the CPU, because many
+        small operations take a GPU longer.
     phase : int
         Position of the phase in the local rule; part of every random number.
     batch_size, shuffle
@@ -171,18 +171,20 @@ def draw_batches(
     begin = (batch % batches_an_epoch[:, None]) * batch_size
     counts = np.minimum(batch_size, sizes[:, None] - begin)
 
-    keys = keys.unsqueeze(1)
+    def keys_of(purpose: Purpose, count: int) -> Tensor:
+        of_clients = keys.cpu().numpy()[:, None]
+        return torch.from_numpy(fold_array(of_clients, purpose, phase, np.arange(count)))
+
     given = {
         "sizes": torch.from_numpy(sizes),
         "begin": torch.from_numpy(begin),
         "first": torch.from_numpy(np.cumsum(sizes) - sizes),
         "begins": torch.from_numpy(split.offsets[clients]),
-        "keys": fold_tensor(keys, Purpose.STEP, phase, torch.arange(longest, device=keys.device)),
+        "keys": keys_of(Purpose.STEP, longest),
     }
     width = int(sizes.max())
     if shuffle:
-        epochs = torch.arange(int(epoch.max()) + 1, device=keys.device)
-        given["epoch_keys"] = fold_tensor(keys, Purpose.SHUFFLE, phase, epochs)
+        given["epoch_keys"] = keys_of(Purpose.SHUFFLE, int(epoch.max()) + 1)
         # Where the permutation of a batch begins in those of all epochs of a client.
         given["order_begins"] = torch.from_numpy(epoch * width)
     there = _moved(given, device)
@@ -209,14 +211,10 @@ def draw_batches(
 
 
 def _moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return int64 tensors on a device. A GPU gets those of the CPU in a single transfer."""
-    here = {name: tensor for name, tensor in tensors.items() if tensor.device != device}
-    if not here:
+    """Move int64 tensors from the CPU to a device. A GPU gets them in a single transfer."""
+    if device == torch.device("cpu"):
         return tensors
-    packed = torch.cat([tensor.flatten() for tensor in here.values()]).to(device, non_blocking=True)
-    parts = packed.split([tensor.numel() for tensor in here.values()])
-    moved = {
-        name: part.view(tensor.shape)
-        for (name, tensor), part in zip(here.items(), parts, strict=True)
-    }
-    return tensors | moved
+    packed = torch.cat([tensor.flatten() for tensor in tensors.values()])
+    parts = packed.to(device, non_blocking=True).split([t.numel() for t in tensors.values()])
+    pairs = zip(tensors.items(), parts, strict=True)
+    return {name: part.view(tensor.shape) for (name, tensor), part in pairs}

@@ -28,7 +28,7 @@ from equipoise.errors import InputError, unknown
 from equipoise.federation import Split
 from equipoise.method import Aggregation, Fact, LocalRule, Method, Phase, Reports, Updates
 from equipoise.optimizers import Column, TorchOptimizer, gradient_weights
-from equipoise.random import Purpose, choose, fold, fold_tensor
+from equipoise.random import Purpose, choose, fold, fold_array
 from equipoise.stacks import chosen_rows
 from equipoise.tree import PERSONAL, Tree, size_in_bytes, unusable
 
@@ -335,9 +335,8 @@ class StackedCohort:
 
     def _keys(self, clients: NDArray[np.int64]) -> Tensor:
         """Return the keys of clients in this round, on the CPU, because they are few."""
-        return fold_tensor(
-            fold(self.engine.seed, self.round, *self.purpose), torch.from_numpy(clients)
-        )
+        key = fold(self.engine.seed, self.round, *self.purpose)
+        return torch.from_numpy(fold_array(key, clients))
 
     def _read_memory(self, local: LocalRule, model: Tree) -> tuple[Memory, Tensor]:
         first = self.engine.first_memory(local, model)
