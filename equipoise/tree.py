@@ -191,8 +191,8 @@ def magnitudes(tensors: Iterable[Tensor]) -> list[float]:
     """Return the L2 norm of each tensor, with few operations and one transfer for all of a type.
 
     A norm is finite only if all numbers of the tensor are, because no square is negative. It may be
-    infinite although all numbers are finite, if their squares overflow. Tensors that are not of a
-    floating-point type have norm 0.
+    infinite although all numbers are finite, if their squares overflow. Tensors of integers and
+    booleans have norm 0.
 
     Examples
     --------
@@ -203,7 +203,7 @@ def magnitudes(tensors: Iterable[Tensor]) -> list[float]:
     found = [0.0] * len(tensors)
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() or tensor.is_complex():
             alike.setdefault((tensor.device, tensor.dtype), []).append(index)
     for (_, dtype), where in alike.items():
         chosen = [tensors[index].detach() for index in where]

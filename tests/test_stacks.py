@@ -82,6 +82,12 @@ def test_types_that_the_kernels_cannot_add_are_added_by_torch(called):
     assert called in (None, [])
 
 
+def test_kernels_never_read_beyond_the_last_client(called):
+    with pytest.raises(IndexError, match="out of range|out of bounds"):
+        weighted_sums([stack(4, 3)], torch.ones(5))
+    assert called in (None, [])
+
+
 def test_rows_are_chosen_in_every_layout(called):
     rows = torch.tensor([2, 0, 2])
     for found, given in zip(chosen_rows(layouts(), rows), layouts(), strict=True):

@@ -171,8 +171,9 @@ def test_magnitudes_are_those_of_each_tensor_in_its_place():
         torch.empty(2, 0),
         torch.tensor(2.0).to(torch.float8_e4m3fn),
         torch.full((2,), 1e30),
+        torch.tensor([3j, 4.0]),
     ]
-    assert magnitudes(tensors) == [5.0, 10.0, 0.0, 0.0, 2.0, math.inf]
+    assert magnitudes(tensors) == [5.0, 10.0, 0.0, 0.0, 2.0, math.inf, 5.0]
 
 
 def test_clients_are_usable_up_to_the_largest_number_whatever_their_norm():

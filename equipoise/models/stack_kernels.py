@@ -17,8 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# How many numbers of a row a program works on.
-_BLOCK = 1024
+# How many numbers of a row a program adds over all clients, or copies.
+_ADDED, _COPIED = 1024, 4096
+# How many clients a program reads before it adds them, because it would wait for each otherwise.
+_AHEAD = 8
 # How many tensors a table has room for. Every program looks through their list.
 _LEAST_TENSORS, _MOST_TENSORS = 16, 512
 
@@ -43,6 +45,7 @@ def _sum(
     clients: tl.tensor,
     TENSORS: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ) -> None:
     """Write the weighted sums over clients of a block of numbers."""
     of_tensor, column, inside = _place(table, tl.program_id(0), TENSORS, BLOCK)
@@ -50,11 +53,14 @@ def _sum(
     source = tl.load(of_tensor + 2 * TENSORS).to(like.dtype) + column
     stride = tl.load(of_tensor + 3 * TENSORS)
     total = tl.zeros([BLOCK], tl.float64)
-    for client in range(clients):
-        weight = tl.load(weights + client)
-        values = tl.load(source + client * stride, mask=inside, other=0.0).to(tl.float64)
-        # 0 · inf is NaN, and a mask may hold infinities.
-        total += weight * tl.where(weight == 0.0, 0.0, values)
+    for first in range(0, clients, AHEAD):
+        for offset in tl.static_range(AHEAD):
+            # There are weights of zero after the last client.
+            weight = tl.load(weights + first + offset)
+            client = tl.minimum(first + offset, clients - 1)
+            values = tl.load(source + client * stride, mask=inside, other=0.0).to(tl.float64)
+            # 0 · inf is NaN, and a mask may hold infinities.
+            total += weight * tl.where(weight == 0.0, 0.0, values)
     tl.store(target + column, total.to(like.dtype.element_ty), mask=inside)
 
 
@@ -96,18 +102,20 @@ def weighted_sums(stacks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
     sums = [
         torch.empty(stack.shape[1:], dtype=stack.dtype, device=stack.device) for stack in stacks
     ]
-    device = stacks[0].device
-    weights = weights.to(device, torch.float64, non_blocking=True).contiguous()
+    device, clients = stacks[0].device, len(weights)
+    padded = torch.nn.functional.pad(weights.double(), (0, -clients % _AHEAD))
+    padded = padded.to(device, non_blocking=True)
     with torch.cuda.device_of(stacks[0]):
         for targets, sources in _groups([total.unsqueeze(0) for total in sums], stacks):
-            table, blocks = _table(targets, sources)
+            table, blocks = _table(targets, sources, _ADDED)
             _sum[(blocks,)](
                 table.to(device, non_blocking=True),
-                weights,
+                padded,
                 targets[0],
-                len(weights),
+                clients,
                 TENSORS=table.shape[1],
-                BLOCK=_BLOCK,
+                BLOCK=_ADDED,
+                AHEAD=_AHEAD,
             )
     return sums
 
@@ -127,14 +135,14 @@ def copy_rows(targets: Sequence[Tensor], sources: Sequence[Tensor], rows: Tensor
     rows = rows.to(device, non_blocking=True)
     with torch.cuda.device_of(targets[0]):
         for into, of in _groups(targets, sources):
-            table, blocks = _table(into, of)
+            table, blocks = _table(into, of, _COPIED)
             _copy[(blocks * len(rows),)](
                 table.to(device, non_blocking=True),
                 rows,
                 into[0],
                 len(rows),
                 TENSORS=table.shape[1],
-                BLOCK=_BLOCK,
+                BLOCK=_COPIED,
             )
 
 
@@ -152,8 +160,8 @@ def _groups(
             yield [targets[index] for index in chosen], [sources[index] for index in chosen]
 
 
-def _table(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Say where tensors are.
+def _table(targets: Sequence[Tensor], sources: Sequence[Tensor], block: int) -> tuple[Tensor, int]:
+    """Say where tensors are, and which blocks of numbers they consist of.
 
     Returns
     -------
@@ -163,7 +171,7 @@ def _table(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> tuple[Tensor
         blocks.
     """
     sizes = [target.numel() // len(target) for target in targets]
-    blocks = np.cumsum([0] + [triton.cdiv(size, _BLOCK) for size in sizes])
+    blocks = np.cumsum([0] + [triton.cdiv(size, block) for size in sizes])
     width = max(_LEAST_TENSORS, triton.next_power_of_2(len(sizes)))
     table = np.zeros((6, width), np.int64)
     # Padding begins after the last block.

@@ -21,7 +21,7 @@ from equipoise.models.stack_kernels import copy_rows, weighted_sums
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLIENTS = 5
 # Numbers, empty rows, less than a block, a whole one, and more than two.
-SHAPES = [(), (3,), (0, 4), (1024,), (2, 3, 5), (2049,), (1,)]
+SHAPES = [(), (3,), (0, 4), (1024,), (2, 3, 5), (2049,), (1,), (4097,)]
 TYPES = [torch.float32, torch.float64]
 
 
