@@ -170,18 +170,21 @@ def _table(targets: Sequence[Tensor], sources: Sequence[Tensor], block: int) -> 
         how far apart their rows are, ``[6, tensors]``, padded to a power of two; and the number of
         blocks.
     """
-    sizes = [target.numel() // len(target) for target in targets]
-    blocks = np.cumsum([0] + [triton.cdiv(size, block) for size in sizes])
+    sizes = np.array([target.numel() // target.shape[0] for target in targets])
+    blocks = -(-sizes // block)
+    ends = np.cumsum(blocks)
     width = max(_LEAST_TENSORS, triton.next_power_of_2(len(sizes)))
     table = np.zeros((6, width), np.int64)
     # Padding begins after the last block.
-    table[0] = blocks[-1]
-    table[:, : len(sizes)] = [
-        blocks[:-1],
+    table[0] = ends[-1]
+    rows = (
+        ends - blocks,
         sizes,
         [target.data_ptr() for target in targets],
         [source.data_ptr() for source in sources],
         [source.stride(0) for source in sources],
         [target.stride(0) for target in targets],
-    ]
-    return torch.from_numpy(table), int(blocks[-1])
+    )
+    for row, numbers in zip(table, rows, strict=True):
+        row[: len(sizes)] = numbers
+    return torch.from_numpy(table), int(ends[-1])
