@@ -12,11 +12,15 @@ import torch
 _WITH_TRITON = (
     "convolution_kernels",
     "convolutions",
-    "kernels",
+    "factored",
+    "hash_kernels",
     "kernel_tools",
+    "kernels",
     "lstm_kernels",
     "norm_kernels",
     "products",
+    "stack_kernels",
+    "update_kernels",
 )
 collect_ignore = (
     [] if find_spec("triton") else [f"equipoise/models/{name}.py" for name in _WITH_TRITON]

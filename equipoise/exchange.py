@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equipoise.tree import Tree, flat_rows, pieces
+from equipoise.stacks import weighted_sums
+from equipoise.tree import Tree
 
 if TYPE_CHECKING:
     from equipoise.method import LocalRule
@@ -211,7 +212,7 @@ def mix(updates: Updates, weights: Tensor) -> Tree:
     >>> mix(two, torch.tensor([0.5, 0.5]))
     {'w': tensor([2.])}
     """
-    return {**mix_tree(updates.params, weights), **mix_tree(updates.buffers, weights)}
+    return mix_tree({**updates.params, **updates.buffers}, weights)
 
 
 def mix_tree(stacked: Tree, weights: Tensor) -> Tree:
@@ -222,18 +223,8 @@ def mix_tree(stacked: Tree, weights: Tensor) -> Tree:
     >>> mix_tree({"w": torch.tensor([[1.0], [3.0]])}, torch.tensor([0.25, 0.75]))
     {'w': tensor([2.5000])}
     """
-    mixed = {}
-    # Skip zero-weight clients: 0 · inf is NaN, and a mask may hold infinities.
-    counted = weights.nonzero().flatten()
-    weights = weights[counted]
-    for name, stack in stacked.items():
-        rows = stack if len(counted) == len(stack) else stack[counted.to(stack.device)]
-        weights = weights.to(rows.device, torch.float64)
-        sums = [torch.mv(piece.double().T, weights) for piece in pieces(flat_rows(rows))]
-        mixed[name] = (
-            (sums[0] if len(sums) == 1 else torch.cat(sums)).view(rows.shape[1:]).to(rows.dtype)
-        )
-    return mixed
+    sums = weighted_sums(list(stacked.values()), weights)
+    return dict(zip(stacked, sums, strict=True))
 
 
 def shift(state: State, updates: Updates, weights: Tensor, simplex: Tensor) -> Tree:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -82,7 +83,20 @@ def _mix_array(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(_SHIFTS[2]))
 
 
-def _mix_tensor(z: Tensor) -> Tensor:
+def _kernels(z: Tensor) -> Any:
+    """Return the module of GPU kernels if it can hash these keys, else ``None``."""
+    if not z.is_cuda or z.dtype != torch.int64:
+        return None
+    return import_module("equipoise.models.layers")._module_with_triton("hash_kernels", z.device)
+
+
+def _mix_tensor(z: Tensor, step: int = 0) -> Tensor:
+    """Add a number to keys, and hash them."""
+    if (kernels := _kernels(z)) is not None:
+        mixed: Tensor = kernels.Mixed.apply(z, step)
+        return mixed
+    if step:
+        z = z + step
     # Torch shifts int64 arithmetically; masking the sign bits away makes the shift logical.
     for shift, multiplier in zip(_SHIFTS, _MULTIPLIERS, strict=False):
         z = (z ^ ((z >> shift) & (_MASK >> shift))) * _signed(multiplier)
@@ -103,6 +117,31 @@ def fold(key: int, *coordinates: int) -> int:
     return key
 
 
+def fold_array(
+    key: npt.NDArray[np.int64] | int, *coordinates: npt.NDArray[np.int64] | int
+) -> npt.NDArray[np.int64]:
+    """Derive keys elementwise on the host, where this takes less time than with tensors.
+
+    The key or the first coordinate is an array. Arguments are broadcast.
+
+    Examples
+    --------
+    >>> keys = fold_array(7, np.arange(3))
+    >>> keys[2].item() % 2**64 == fold(7, 2)
+    True
+    """
+    mixed: Any = key.astype(np.uint64) if isinstance(key, np.ndarray) else np.uint64(key & _MASK)
+    for coordinate in coordinates:
+        step = (
+            (coordinate.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+            if isinstance(coordinate, np.ndarray)
+            else np.uint64(_GOLDEN * (coordinate + 1) & _MASK)
+        )
+        mixed = _mix_array(mixed + step)
+    keys: npt.NDArray[np.int64] = mixed.view(np.int64)
+    return keys
+
+
 def fold_tensor(key: Tensor | int, *coordinates: Tensor | int) -> Tensor:
     """Derive keys elementwise on the device.
 
@@ -116,13 +155,10 @@ def fold_tensor(key: Tensor | int, *coordinates: Tensor | int) -> Tensor:
     """
     result: Any = key if isinstance(key, Tensor) else _signed(key)
     for coordinate in coordinates:
-        if isinstance(result, Tensor) or isinstance(coordinate, Tensor):
-            step = (
-                (coordinate + 1) * _signed(_GOLDEN)
-                if isinstance(coordinate, Tensor)
-                else _signed(_GOLDEN * (coordinate + 1))
-            )
-            result = _mix_tensor(result + step)
+        if isinstance(coordinate, Tensor):
+            result = _mix_tensor(result + (coordinate + 1) * _signed(_GOLDEN))
+        elif isinstance(result, Tensor):
+            result = _mix_tensor(result, _signed(_GOLDEN * (coordinate + 1)))
         else:
             result = _signed(fold(result, coordinate))
     return result

@@ -15,6 +15,7 @@ from equipoise.random import (
     choose,
     choose_by_weight,
     fold,
+    fold_array,
     fold_tensor,
     keep_mask,
     permutations,
@@ -216,3 +217,19 @@ def test_clients_without_weight_are_never_chosen():
     weights = np.array([0, 3, 0, 1, 0, 2.0])
     for key in range(200):
         assert sorted(choose_by_weight(key, weights, 3).tolist()) == [1, 3, 5]
+
+
+def test_arrays_of_keys_are_folded_like_tensors_and_numbers():
+    largest = np.iinfo(np.int64).max
+    keys = np.array([[0], [-1], [largest], [-largest - 1], [12345]])
+    numbers = np.array([0, 3, largest, -1])
+    found = fold_array(keys, 7, numbers, 2**40)
+    assert found.dtype == np.int64
+    wanted = fold_tensor(torch.from_numpy(keys), 7, torch.from_numpy(numbers), 2**40)
+    assert found.tolist() == wanted.tolist()
+    one_by_one = [[fold(int(k), 7, int(n), 2**40) for n in numbers] for k in keys[:, 0]]
+    assert [[value % 2**64 for value in row] for row in found.tolist()] == one_by_one
+    assert (
+        fold_array(2**64 - 5, numbers).tolist()
+        == fold_tensor(-5, torch.from_numpy(numbers)).tolist()
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -10,10 +12,12 @@ from equipoise.tree import (
     flat_rows,
     in_parts,
     inner_product,
+    magnitudes,
     select,
     size_in_bytes,
     squared_distance,
     tree_map,
+    unusable,
 )
 
 NAMES = [
@@ -146,3 +150,40 @@ def test_a_part_without_parameters_is_no_unknown_part(names, part):
         match=f"uses the part '{part}', but the model has no trainable tensors there; valid: .*mlp",
     ):
         select(names, part)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("place", [0, 4099, 6999])
+def test_one_number_that_is_not_finite_makes_the_magnitude_not_finite(bad, dtype, place):
+    values = torch.ones(7, 1000, dtype=dtype)
+    (before,) = magnitudes([values])
+    assert before == pytest.approx(7000**0.5, rel=1e-2)
+    values.view(-1)[place] = bad
+    assert not math.isfinite(magnitudes([values])[0])
+
+
+def test_magnitudes_are_those_of_each_tensor_in_its_place():
+    tensors = [
+        torch.tensor([3.0, -4.0]),
+        torch.tensor([[6.0], [8.0]], dtype=torch.float64),
+        torch.tensor([5, 6]),
+        torch.empty(2, 0),
+        torch.tensor(2.0).to(torch.float8_e4m3fn),
+        torch.full((2,), 1e30),
+        torch.tensor([3j, 4.0]),
+    ]
+    assert magnitudes(tensors) == [5.0, 10.0, 0.0, 0.0, 2.0, math.inf, 5.0]
+
+
+def test_clients_are_usable_up_to_the_largest_number_whatever_their_norm():
+    # The norm is beyond the limit, and in the second tensor its square overflows.
+    many = torch.full((2, 100), 0.9e12)
+    assert (
+        unusable(
+            [{"w": many, "mask": torch.full((2, 3), -1e30)}], {"mask": torch.full((3,), -1e30)}
+        )
+        == {}
+    )
+    many[1, 7] = 1.1e12
+    assert unusable([{"w": many}], {}) == {1: "answered with a number beyond 1e+12 in w"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equipoise.federation import Split
-from equipoise.random import Purpose, fold_tensor, permutations
+from equipoise.random import Purpose, fold_array, fold_tensor, permutations
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,12 @@ class Batches:
     positions : Tensor
         Positions in the federation's data, ``[clients, batches, width]``; padding repeats a sample
         of the client. The width is the batch size, or less if no client holds as many samples.
-    held : Tensor
-        Positions of all samples of the clients, one client after the other.
     index : Tensor
         The indices of the positions in ``held``.
+    indices : Tensor
+        Positions of the samples of all clients of the federation, one client after the other.
+    begins : int array
+        Where the samples of each client begin in ``indices``, ``[clients]``.
     sizes : int array
         Number of samples of each client, ``[clients]``.
     counts : int array
@@ -39,13 +42,21 @@ class Batches:
     """
 
     positions: Tensor
-    held: Tensor
     index: Tensor
+    indices: Tensor
+    begins: NDArray[np.int64]
     sizes: NDArray[np.int64]
     counts: NDArray[np.int64]
     steps: NDArray[np.int64]
     keys: Tensor
     a_step: int = 1
+
+    @cached_property
+    def held(self) -> Tensor:
+        """Positions of all samples of the clients, one client after the other."""
+        first = np.cumsum(self.sizes) - self.sizes
+        where = np.arange(self.sizes.sum()) + np.repeat(self.begins - first, self.sizes)
+        return self.indices[torch.from_numpy(where).to(self.indices.device)]
 
     def of_step(self, step: int) -> int | slice:
         """Return the batches of a step: an index for a single batch, or a slice for several."""
@@ -131,7 +142,8 @@ def draw_batches(
     clients : int array
         The chunk, ordered by decreasing number of steps.
     keys : Tensor
-        One key per client, of this round.
+        One key per client, of this round. Those of batches are derived on the CPU, because many
+        small operations take a GPU longer.
     phase : int
         Position of the phase in the local rule; part of every random number.
     batch_size, shuffle
@@ -159,28 +171,50 @@ def draw_batches(
     begin = (batch % batches_an_epoch[:, None]) * batch_size
     counts = np.minimum(batch_size, sizes[:, None] - begin)
 
-    first = np.cumsum(sizes) - sizes
-    of_clients = np.arange(sizes.sum()) + np.repeat(split.offsets[clients] - first, sizes)
+    def keys_of(purpose: Purpose, count: int) -> Tensor:
+        of_clients = keys.cpu().numpy()[:, None]
+        return torch.from_numpy(fold_array(of_clients, purpose, phase, np.arange(count)))
 
-    on_device = {
-        "sizes": sizes,
-        "epoch": epoch,
-        "begin": begin,
-        "first": first,
-        "of_clients": of_clients,
+    given = {
+        "sizes": torch.from_numpy(sizes),
+        "begin": torch.from_numpy(begin),
+        "first": torch.from_numpy(np.cumsum(sizes) - sizes),
+        "begins": torch.from_numpy(split.offsets[clients]),
+        "keys": keys_of(Purpose.STEP, longest),
     }
-    moved = {name: torch.from_numpy(array).to(device) for name, array in on_device.items()}
-    slot = moved["begin"].unsqueeze(-1) + torch.arange(batch_size, device=device)
-    slot = torch.where(slot < moved["sizes"].view(-1, 1, 1), slot, 0)
+    width = int(sizes.max())
     if shuffle:
-        epochs_drawn = torch.arange(int(epoch.max()) + 1, device=device)
-        epoch_keys = fold_tensor(keys.unsqueeze(1), Purpose.SHUFFLE, phase, epochs_drawn)
-        order = permutations(epoch_keys, moved["sizes"].unsqueeze(1), int(sizes.max()))
-        rows = torch.arange(len(clients), device=device).view(-1, 1, 1)
-        slot = order[rows, moved["epoch"].unsqueeze(-1), slot]
-    index = moved["first"].view(-1, 1, 1) + slot
-    batch_keys = fold_tensor(
-        keys.unsqueeze(1), Purpose.STEP, phase, torch.arange(longest, device=device)
+        given["epoch_keys"] = keys_of(Purpose.SHUFFLE, int(epoch.max()) + 1)
+        # Where the permutation of a batch begins in those of all epochs of a client.
+        given["order_begins"] = torch.from_numpy(epoch * width)
+    there = _moved(given, device)
+
+    def of_clients(name: str) -> Tensor:
+        return there[name].view(len(clients), -1, 1)
+
+    slot = of_clients("begin") + torch.arange(batch_size, device=device)
+    slot = torch.where(slot < of_clients("sizes"), slot, 0)
+    if shuffle:
+        order = permutations(there["epoch_keys"], there["sizes"].unsqueeze(1), width).flatten(1)
+        slot = order.gather(1, (of_clients("order_begins") + slot).flatten(1)).view_as(slot)
+    return Batches(
+        positions=indices[of_clients("begins") + slot],
+        index=of_clients("first") + slot,
+        indices=indices,
+        begins=split.offsets[clients],
+        sizes=sizes,
+        counts=counts,
+        steps=steps,
+        keys=there["keys"],
+        a_step=a_step,
     )
-    held = indices[moved["of_clients"]]
-    return Batches(held[index], held, index, sizes, counts, steps, batch_keys, a_step)
+
+
+def _moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Move int64 tensors from the CPU to a device. A GPU gets them in a single transfer."""
+    if device == torch.device("cpu"):
+        return tensors
+    packed = torch.cat([tensor.flatten() for tensor in tensors.values()])
+    parts = packed.to(device, non_blocking=True).split([t.numel() for t in tensors.values()])
+    pairs = zip(tensors.items(), parts, strict=True)
+    return {name: part.view(tensor.shape) for (name, tensor), part in pairs}

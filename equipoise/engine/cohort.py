@@ -28,7 +28,8 @@ from equipoise.errors import InputError, unknown
 from equipoise.federation import Split
 from equipoise.method import Aggregation, Fact, LocalRule, Method, Phase, Reports, Updates
 from equipoise.optimizers import Column, TorchOptimizer, gradient_weights
-from equipoise.random import Purpose, choose, fold, fold_tensor
+from equipoise.random import Purpose, choose, fold, fold_array
+from equipoise.stacks import chosen_rows
 from equipoise.tree import PERSONAL, Tree, size_in_bytes, unusable
 
 if TYPE_CHECKING:
@@ -127,27 +128,40 @@ class StackedCohort:
             What clients send back of the model, their uploads and their reports, stacked in the
             order of ``ids``.
         """
-        model = shared["model"]
+        engine, model = self.engine, shared["model"]
         layout = Layout(local, model)
         memory, seen = self._read_memory(local, model)
         work = self.work_of(local)
         # The larger of two clients comes first if they make as many steps.
         order = np.lexsort((-self.sizes, -sum(work, np.zeros_like(self.sizes))))
-        # One stack for the whole cohort: chunks train views of it in place, so nothing is joined
-        # afterwards.
-        stack = {name: repeated(model[name], len(self.ids)) for name in layout.shared}
+        # One stack for the whole cohort: chunks train views of it, so nothing is joined afterwards.
+        # It begins as the model, unless clients train in memory of the workshop, as on a GPU.
+        begun = {
+            name: model[name].expand(len(self.ids), *model[name].shape) for name in layout.shared
+        }
+        optimizers = [self._optimizer(phase) for phase in local.phases()]
+        elsewhere = engine.workshop.trains_copies(optimizers) and not self._asks_before(local)
+        stack = {
+            name: torch.empty_like(rows) if elsewhere else rows.clone()
+            for name, rows in begun.items()
+        }
         collected: list[tuple[Memory, dict[str, Tree], Reports]] = []
         size = (
             1
-            if any(isinstance(self._optimizer(p), TorchOptimizer) for p in local.phases())
-            else even_chunks(len(self.ids), self.engine.chunk)
+            if any(isinstance(optimizer, TorchOptimizer) for optimizer in optimizers)
+            else even_chunks(len(self.ids), engine.chunk)
         )
         start = 0
         for members in chunks(order, work, size):
-            own = {name: rows[start : start + len(members)] for name, rows in stack.items()}
+            own, received = (
+                {name: rows[start : start + len(members)] for name, rows in tree.items()}
+                for tree in (stack, begun if elsewhere else stack)
+            )
             steps = [of_phase[members] for of_phase in work]
             collected.append(
-                self._train_members(members, own, shared, each, local, layout, memory, seen, steps)
+                self._train_members(
+                    members, received, own, shared, each, local, layout, memory, seen, steps
+                )
             )
             start += len(members)
 
@@ -169,7 +183,9 @@ class StackedCohort:
         # A round that is repeated after a failure starts from the last committed memories.
         self.memory.forget_pending()
         self.memory.write(self.ids, gather_trees(list(memories)))
-        return gather_tree([stack]), gather_trees(list(uploads)), gather_tree(list(reports))
+        if not in_order:
+            stack = dict(zip(stack, chosen_rows(list(stack.values()), back), strict=True))
+        return stack, gather_trees(list(uploads)), gather_tree(list(reports))
 
     def _usable(self, updates: Updates, model: Tree) -> Updates:
         """Leave out clients whose updates cannot be used, unless none can be used.
@@ -195,6 +211,7 @@ class StackedCohort:
     def _train_members(
         self,
         members: NDArray[np.int64],
+        received: Tree,
         moving: Tree,
         shared: Mapping[str, Tree],
         each: Mapping[str, Tensor],
@@ -204,16 +221,18 @@ class StackedCohort:
         seen: Tensor,
         work: list[NDArray[np.int64]],
     ) -> tuple[Memory, dict[str, Tree], Reports]:
-        """Train one chunk in place, and return its new memory, uploads and reports."""
+        """Train one chunk, and return its new memory, uploads and reports.
+
+        Trained tensors are written to ``moving``, which may be the same tensors as ``received``.
+        """
         engine, training = self.engine, self.engine.training
         device = engine.network.device
         everyone = len(members) == len(self.ids) and bool((np.diff(members) == 1).all())
-        where = torch.from_numpy(members).to(device)
+        where = None if everyone else torch.from_numpy(members).to(device)
 
         def of_members(tree: Mapping[str, Tensor]) -> Tree:
-            return {
-                name: t.to(device) if everyone else t.to(device)[where] for name, t in tree.items()
-            }
+            there = {name: tensor.to(device) for name, tensor in tree.items()}
+            return there if where is None else {name: t[where] for name, t in there.items()}
 
         own_memory = {name: of_members(tree) for name, tree in memory.items()}
         kept = own_memory.pop(KEPT, {})
@@ -222,18 +241,20 @@ class StackedCohort:
             network=engine.network,
             data=engine.data,
             augment=training.augment,
-            params={**moving, **kept},
+            params={**received, **kept},
             still={n: t for n, t in model.items() if n not in moving and n not in kept},
             sent=shared,
             each=of_members(each),
             memory=own_memory,
-            seen=seen if everyone else seen[where],
-            round=torch.tensor(self.round, device=device),
+            seen=seen if where is None else seen[where],
+            round=torch.full((), self.round, device=device),
         )
         reports = self._reports("before", chunk, members)
         own_memory |= self._facts_before(local, chunk, members)
         batches, paces = self._plan(local, chunk, members, work)
-        trained = engine.workshop.train(chunk, local, batches, paces)
+        own = {**moving, **kept}
+        trained = engine.workshop.train(chunk, local, batches, paces, own)
+        chunk = replace(chunk, params=own)
         remembered, uploads = finish_chunk(chunk, local, trained["steps"], paces[0].lr)
         facts = {name: own_memory[name] for name in local.facts()}
         for name, fact in local.facts().items():
@@ -250,6 +271,10 @@ class StackedCohort:
             remembered = {KEPT: {name: chunk.params[name] for name in layout.kept}, **remembered}
         sent_facts = {name: tree for name, tree in facts.items() if name in local.uploads}
         return {**remembered, **facts}, {**uploads, **sent_facts}, reports
+
+    def _asks_before(self, local: LocalRule) -> bool:
+        """Return whether clients look at the model that they received, before they train it."""
+        return bool(local.facts()) or any(name.endswith("_before") for name in self.wanted_reports)
 
     def work_of(self, local: LocalRule) -> list[NDArray[np.int64]]:
         """Return how many steps each client makes, one array a phase."""
@@ -309,10 +334,9 @@ class StackedCohort:
         return phase.optimizer or self.engine.training.optimizer
 
     def _keys(self, clients: NDArray[np.int64]) -> Tensor:
-        device = self.engine.network.device
-        return fold_tensor(
-            fold(self.engine.seed, self.round, *self.purpose), torch.from_numpy(clients).to(device)
-        )
+        """Return the keys of clients in this round, on the CPU, because they are few."""
+        key = fold(self.engine.seed, self.round, *self.purpose)
+        return torch.from_numpy(fold_array(key, clients))
 
     def _read_memory(self, local: LocalRule, model: Tree) -> tuple[Memory, Tensor]:
         first = self.engine.first_memory(local, model)
@@ -394,7 +418,7 @@ class StackedCohort:
             data=self.engine.data,
             split=split,
             clients=clients,
-            keys=self._keys(clients),
+            keys=self._keys(clients).to(self.engine.network.device),
             params=own,
             still=still,
             sent=chunk.sent,

@@ -65,7 +65,7 @@ class FrozenFeatures:
         if (np.diff(batches[0].sizes) > 0).any():
             # Clients are ordered by steps, which may differ from the order of their sizes.
             return False
-        samples = len(batches[0].held)
+        samples = int(batches[0].sizes.sum())
         looks = sum(int(own.samples().sum()) for own in batches)
         return (
             looks > samples

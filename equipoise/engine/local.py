@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import vmap
-from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_map as tree_map_any
 
 from equipoise.client import Client, Finished
@@ -38,6 +37,7 @@ from equipoise.method import FollowsRate, LocalRule, Loss, Phase, PlainGradient,
 from equipoise.models.layers import Forward
 from equipoise.optimizers import Column, Count, Optimizer, OptimizerState, Sgd
 from equipoise.random import Purpose, fold_tensor
+from equipoise.stacks import copy_all
 from equipoise.tree import PERSONAL, Tree, norms, scaled, select
 
 # For how many shapes of chunks a GPU keeps tensors and recorded steps, and how much memory these
@@ -202,14 +202,19 @@ class PhaseRun:
             )
         self.batches = batches if frozen is None else replace(batches, positions=batches.index)
         self._frozen = frozen
-        self._counts = torch.from_numpy(batches.counts).to(self.losses)
-        self._numbers = torch.arange(1, int(batches.steps[0]) + 1).to(self.losses)
+        like = self.losses
+        # The host does not wait for the device, which may still fill memory for these steps.
+        self._counts = torch.from_numpy(batches.counts.astype(np.float64)).to(
+            like.device, non_blocking=True
+        )
+        self._numbers = torch.arange(
+            1, int(batches.steps[0]) + 1, dtype=like.dtype, device=like.device
+        )
         self.losses.zero_()
         self.task_losses.zero_()
         if self.pace.optimizer.stacked:
             for tensors in self.state.values():
-                for tensor in tensors:
-                    tensor.zero_()
+                torch._foreach_zero_(tensors)
 
     def narrow(self, active: int) -> None:
         """Create views of the clients that still train, if their number has changed."""
@@ -523,12 +528,13 @@ class LocalTraining:
             meanwhile()
         samples = sum((own.samples() for own in batches), np.zeros(len(self.chunk.seen)))
         steps = sum((own.steps for own in batches), np.zeros(len(self.chunk.seen)))
-        of_task, losses = (
-            torch.stack(sums).sum(0).cpu() / torch.from_numpy(samples)
-            for sums in zip(*((run.task_losses, run.losses) for run in self.runs), strict=True)
-        )
+        sums = [torch.stack([run.task_losses for run in self.runs]).sum(0)]
+        if self.rule.adds_terms:
+            sums.append(torch.stack([run.losses for run in self.runs]).sum(0))
+        # One transfer: the host waits for all steps here.
+        of_task, *losses = torch.stack(sums).cpu() / torch.from_numpy(samples)
         reports = {"train_loss": of_task, "steps": torch.from_numpy(steps)}
-        return reports | ({"method_terms": losses - of_task} if self.rule.adds_terms else {})
+        return reports | ({"method_terms": losses[0] - of_task} if losses else {})
 
     def _carry_out(self, replay: Replay, runs: list[PhaseRun], block: list[Span]) -> None:
         """Make the steps of a block with one recording, or with one a step until there is one."""
@@ -578,7 +584,7 @@ class LocalTraining:
 
     def fill(self, chunk: Chunk, paces: Sequence[Pace]) -> None:
         """Copy another chunk of the same shape into this one's memory."""
-        _copy_all(_tensors(self.chunk, self.paces), _tensors(chunk, paces))
+        copy_all(_tensors(self.chunk, self.paces), _tensors(chunk, paces))
 
 
 _NUMBERS = count()
@@ -619,27 +625,26 @@ def _blocks(spans: Iterable[Span]) -> Iterator[list[Span]]:
         yield block
 
 
-def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors onto others, with one launch for all of the same type."""
-    by_type: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        by_type.setdefault(target.dtype, []).append((target, source))
-    for pairs in by_type.values():
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-
-
 def _tensors(chunk: Chunk, paces: Sequence[Pace]) -> list[Tensor]:
     """Return every tensor that a chunk's training depends on."""
-    trees = (
-        chunk.params,
-        chunk.still,
-        chunk.sent,
-        chunk.each,
-        chunk.memory,
-        [pace.lr for pace in paces],
-    )
-    leaves = [leaf for tree in trees for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return [*leaves, chunk.seen, chunk.round]
+    trees = (chunk.params, chunk.still, chunk.sent, chunk.each, chunk.memory)
+    rates = [pace.lr for pace in paces if isinstance(pace.lr, Tensor)]
+    return [*_leaves(trees), *rates, chunk.seen, chunk.round]
+
+
+def _leaves(tree: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors of nested dictionaries and sequences.
+
+    PyTorch's ``tree_leaves`` also knows other containers, but takes ten times as long.
+    """
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _leaves(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _leaves(value)
 
 
 class Workshop:
@@ -672,12 +677,36 @@ class Workshop:
         """Why steps that should be replayed ran from Python, if some did."""
         return self._unreplayed or (None if self._replay is None else self._replay.failure)
 
-    def train(
-        self, chunk: Chunk, rule: LocalRule, batches: Sequence[Batches], paces: Sequence[Pace]
-    ) -> Reports:
-        """Run a local rule for a chunk. Its parameters are trained in place.
+    def trains_copies(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Return whether chunks are copied into memory that is kept, and trained there."""
+        return self._replay is not None and all(optimizer.replays for optimizer in optimizers)
 
-        See :meth:`LocalTraining.run`.
+    def train(
+        self,
+        chunk: Chunk,
+        rule: LocalRule,
+        batches: Sequence[Batches],
+        paces: Sequence[Pace],
+        room: Tree | None = None,
+    ) -> Reports:
+        """Run a local rule for a chunk.
+
+        Parameters
+        ----------
+        chunk : Chunk
+            The clients.
+        rule : LocalRule
+            The local rule.
+        batches, paces
+            One per phase.
+        room : Tree, optional
+            Where trained parameters are written if the workshop :meth:`trains_copies`. The chunk's
+            own are not changed then. Without ``room``, the chunk's parameters are trained in place.
+
+        Returns
+        -------
+        dict of Tensor
+            See :meth:`LocalTraining.run`.
         """
         slow = [pace.optimizer for pace in paces if not pace.optimizer.replays]
         if slow and self._replay is not None:
@@ -692,9 +721,8 @@ class Workshop:
         training = self._training_for(chunk, rule, paces, self._replay)
         training.fill(chunk, paces)
         outcome = training.run(batches, self._meanwhile)
-        _copy_all(
-            list(chunk.params.values()), [training.chunk.params[name] for name in chunk.params]
-        )
+        trained = chunk.params if room is None else room
+        copy_all(list(trained.values()), [training.chunk.params[name] for name in trained])
         return outcome
 
     def _meanwhile(self) -> None:
@@ -706,7 +734,7 @@ class Workshop:
     ) -> LocalTraining:
         """Return what is kept for chunks of this shape, or make it."""
         optimizers = tuple(pace.optimizer for pace in paces)
-        shapes = tuple(tuple(tensor.shape) for tensor in _tensors(chunk, paces))
+        shapes = tuple(tensor.shape for tensor in _tensors(chunk, paces))
         key = (rule, optimizers, len(chunk.seen), tuple(chunk.params), shapes)
         if key not in self._trainings:
             self._make_room(sum(tensor.nbytes for tensor in _tensors(chunk, paces)), replay)

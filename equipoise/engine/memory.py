@@ -125,11 +125,14 @@ class MemoryStore:
             Trees to read if any client has them; they are zero for the others.
         """
         slots = np.array([self._slot.get(int(client), -1) for client in clients], dtype=np.int64)
-        seen = torch.from_numpy(slots >= 0).to(device)
+        seen = torch.from_numpy(slots >= 0).to(device, non_blocking=True)
+        memory: Memory = {}
+        trees = {**{name: self._zeros(name) for name in maybe}, **first}
+        if not any(trees.values()):
+            return memory, seen
         where = torch.from_numpy(np.flatnonzero(slots >= 0)).to(device)
         source = torch.from_numpy(slots[slots >= 0]).to(device)
-        memory: Memory = {}
-        for tree, values in {**{name: self._zeros(name) for name in maybe}, **first}.items():
+        for tree, values in trees.items():
             if not values:
                 continue
             memory[tree] = {}

@@ -54,7 +54,7 @@ from equipoise.run.files import Journal
 from equipoise.run.records import Row
 from equipoise.run.round_rows import BYTES, Clock, cohort_and_notes, counted
 from equipoise.run.summary import summary_of
-from equipoise.tree import Tree, digest, flat_rows
+from equipoise.tree import Tree, digest, flat_rows, magnitudes
 
 log = logging.getLogger("equipoise")
 
@@ -545,12 +545,13 @@ class Trainer:
             except ClientsLost as lost:
                 updates = updates.of(~np.isin(cohort.ids, lost.ids))
                 cohort = cohort.without(lost.ids)
-        checked = [
-            torch.isfinite(tensor).all()
-            for name, tensor in state.model.items()
-            if name in self._begun_finite
+        checked = [t for name, t in state.model.items() if name in self._begun_finite]
+        suspects = [
+            tensor
+            for tensor, norm in zip(checked, magnitudes(checked), strict=True)
+            if not math.isfinite(norm)
         ]
-        if checked and not bool(torch.stack(checked).all()):
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in suspects):
             finite = torch.ones(len(cohort.ids), dtype=torch.bool)
             for name, stack in (*updates.params.items(), *updates.buffers.items()):
                 if name in self._begun_finite:

@@ -297,3 +297,17 @@ def test_a_full_batch_is_no_wider_than_the_largest_client(a_step):
     for row, client in enumerate(ORDERED):
         assert all(sorted(step) == list(HELD[client]) for step in samples_of(batches, row))
     assert torch.equal(batches.positions, drawn(batch_size=12, a_step=a_step).positions)
+
+
+def test_tensors_are_moved_together_and_keep_their_shapes():
+    given = {
+        "matrix": torch.arange(6).view(2, 3),
+        "none": torch.empty(0, dtype=torch.int64),
+        "transposed": torch.arange(6).view(2, 3).T,
+    }
+    # The CPU by another name: a device that tensors have to be moved to.
+    moved = batches_module._moved(given, torch.device("cpu", 0))
+    assert moved["matrix"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert moved["transposed"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert moved["none"].tolist() == []
+    assert len({tensor.untyped_storage().data_ptr() for tensor in moved.values()}) == 1

@@ -1,0 +1,142 @@
+"""Sums over stacked clients, and copies of their rows, in few operations.
+
+On a GPU one kernel serves all tensors of a model; see ``equipoise.models.stack_kernels``. On a CPU,
+and where Triton does not work, PyTorch's operations are called for one tensor after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.tree import flat_rows, pieces
+
+# The types that the kernels can add and copy.
+_ADDED = {torch.float32, torch.float64}
+_COPIED = {*_ADDED, torch.float16, torch.bfloat16, torch.int64}
+
+
+def kernels_for(device: torch.device) -> Any:
+    """Return the module of kernels for a device, or ``None`` if there is none."""
+    if device.type != "cuda":
+        return None
+    return import_module("equipoise.models.layers")._module_with_triton("stack_kernels", device)
+
+
+def weighted_sums(stacks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
+    """Return the weighted sum over clients of each stacked tensor.
+
+    Sums are in float64 and in the order of the clients. Clients with weight 0 are left out: 0 · inf
+    is NaN, and a mask may hold infinities.
+
+    Parameters
+    ----------
+    stacks : sequence of Tensor
+        ``[K, ...]`` each.
+    weights : Tensor
+        ``[K]``.
+
+    Returns
+    -------
+    list of Tensor
+        In the types of the stacks.
+
+    Examples
+    --------
+    >>> weighted_sums([torch.tensor([[1.0], [3.0], [torch.inf]])], torch.tensor([0.25, 0.75, 0.0]))
+    [tensor([2.5000])]
+    """
+    fits = bool(stacks) and all(stack.shape[:1] == weights.shape for stack in stacks)
+    if fits and (kernels := _serving(stacks, _ADDED)) is not None:
+        totals = kernels.weighted_sums([_in_rows(stack) for stack in stacks], weights)
+        return [total.view(stack.shape[1:]) for total, stack in zip(totals, stacks, strict=True)]
+    counted = weights.nonzero().flatten()
+    weights = weights[counted]
+    sums = []
+    for stack in stacks:
+        rows = stack if len(counted) == len(stack) else stack[counted.to(stack.device)]
+        weights = weights.to(rows.device, torch.float64)
+        parts = [torch.mv(piece.double().T, weights) for piece in pieces(flat_rows(rows))]
+        total = parts[0] if len(parts) == 1 else torch.cat(parts)
+        sums.append(total.view(rows.shape[1:]).to(rows.dtype))
+    return sums
+
+
+def chosen_rows(stacks: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
+    """Return some rows of each stacked tensor, in any order.
+
+    Parameters
+    ----------
+    stacks : sequence of Tensor
+        ``[K, ...]`` each.
+    rows : Tensor
+        Positions of the rows, int64, on any device.
+
+    Examples
+    --------
+    >>> chosen_rows([torch.tensor([[1.0], [2.0], [3.0]])], torch.tensor([2, 0]))
+    [tensor([[3.],
+            [1.]])]
+    """
+    if stacks and (kernels := _serving(stacks, _COPIED)) is not None:
+        made = [stack.new_empty(len(rows), *stack.shape[1:]) for stack in stacks]
+        kernels.copy_rows(made, [_in_rows(stack) for stack in stacks], rows)
+        return made
+    return [stack[rows.to(stack.device)] for stack in stacks]
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors onto others of the same shapes, with few launches for all of the same type.
+
+    Examples
+    --------
+    >>> room = [torch.empty(2, 1), torch.empty(2)]
+    >>> copy_all(room, [torch.tensor([3.0]).expand(2, 1), torch.tensor([4.0, 5.0])])
+    >>> room
+    [tensor([[3.],
+            [3.]]), tensor([4., 5.])]
+    """
+    groups: dict[tuple[torch.dtype, int | None], list[tuple[Tensor, Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        clients = len(target) if _repeats_a_row(target, source) else None
+        groups.setdefault((target.dtype, clients), []).append((target, source))
+    for (_, clients), pairs in groups.items():
+        into, of = [target for target, _ in pairs], [source for _, source in pairs]
+        kernels = None if clients is None else _serving(into, _COPIED)
+        if kernels is None:
+            torch._foreach_copy_(into, of)
+        else:
+            # PyTorch would launch one copy per tensor here.
+            kernels.copy_rows(into, of, torch.arange(len(into[0]), device=into[0].device))
+
+
+def _repeats_a_row(target: Tensor, source: Tensor) -> bool:
+    """Return whether all rows of the source are the same memory, and the kernels can copy it."""
+    return (
+        source.dim() > 0
+        and source.stride(0) == 0
+        and source.shape == target.shape
+        and len(source) > 1
+        and source.dtype == target.dtype
+        and source.device == target.device
+        and source[0].is_contiguous()
+        and target.is_contiguous()
+    )
+
+
+def _serving(stacks: Sequence[Tensor], types: Collection[torch.dtype]) -> Any:
+    """Return the module of kernels if it can serve all of the tensors, else ``None``."""
+    device = stacks[0].device
+    if any(stack.device != device or stack.dtype not in types for stack in stacks):
+        return None
+    return kernels_for(device)
+
+
+def _in_rows(stack: Tensor) -> Tensor:
+    """View a stack as a matrix whose rows are contiguous; copy it if that is not possible."""
+    rows = flat_rows(stack)
+    return rows if rows.shape[1] < 2 or rows.stride(1) == 1 else rows.contiguous()
