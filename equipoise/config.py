@@ -25,6 +25,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from equipoise import data, methods, models, tracking
 from equipoise.data.augment import AUGMENTATIONS, augmentation_from
+from equipoise.data.keys import below, naming
 from equipoise.documents import yaml_from
 from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.engine.stacked import StackedEngine
@@ -623,7 +624,7 @@ class _Reader:
             return None
         name, options = self.named(given, path, "partition", data.PARTITIONS)
         checked = self.fields(options, _types(data.PARTITIONS[name]), path)
-        with self.origins.named("data"), _keyed(path, checked):
+        with self.origins.named("data"), naming(below(path, checked)):
             made: Any = data.make_partition(name, **checked)
         return {"name": name, **dataclasses.asdict(made)}
 

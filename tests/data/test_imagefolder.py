@@ -228,8 +228,14 @@ def remove(root: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"domains": ["foto"]}, "unknown domain 'foto' in ROOT; did you mean 'photo'"),
-        ({"classes": ["dg"]}, "unknown class 'dg' in ROOT; did you mean 'dog'"),
+        (
+            {"domains": ["foto"]},
+            "unknown domain 'foto' in domains of data 'imagefolder', read from ROOT; did you mean 'photo'",
+        ),
+        (
+            {"classes": ["dg"]},
+            "unknown class 'dg' in classes of data 'imagefolder', read from ROOT; did you mean 'dog'",
+        ),
         (
             {"classes": []},
             "classes of data 'imagefolder' must be distinct names, at least one, got []",
