@@ -230,11 +230,13 @@ def remove(root: Path, name: str) -> None:
     [
         (
             {"domains": ["foto"]},
-            "unknown domain 'foto' in domains of data 'imagefolder', read from ROOT; did you mean 'photo'",
+            "unknown domain 'foto' in domains of data 'imagefolder', read from ROOT; did you mean "
+            "'photo'",
         ),
         (
             {"classes": ["dg"]},
-            "unknown class 'dg' in classes of data 'imagefolder', read from ROOT; did you mean 'dog'",
+            "unknown class 'dg' in classes of data 'imagefolder', read from ROOT; did you mean "
+            "'dog'",
         ),
         (
             {"classes": []},
