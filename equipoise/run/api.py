@@ -23,7 +23,7 @@ import equipoise
 from equipoise import methods, models
 from equipoise.checks import count
 from equipoise.documents import read_json, yaml_from
-from equipoise.engine.network import frozen_digest, slots_of
+from equipoise.engine.network import frozen_digest, is_frozen_digest, slots_of
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, RunError, unknown
@@ -534,10 +534,11 @@ def load(
         ) from error
     # Runs of older versions contain their frozen tensors.
     recorded = config["resolved"].get("frozen")
-    if recorded is not None and (here := frozen_digest(module)) != recorded:
+    if recorded is not None and not is_frozen_digest(recorded, module):
         raise InputError(
             f"the frozen tensors of the model differ from those of the run in {directory}: their "
-            f"hash is {here}, the run's {recorded}; the run's model is {config['model']}"
+            f"hash is {frozen_digest(module)}, the run's {recorded}; the run's model is "
+            f"{config['model']}"
         )
     number = _number(client, read_names(directory))
     if local:
@@ -787,6 +788,8 @@ def _open(
         # of their version.
         for entry in ("module", "frozen"):
             found["resolved"].setdefault(entry, resolved.get(entry))
+        if is_frozen_digest(found["resolved"]["frozen"], module):
+            found["resolved"]["frozen"] = resolved.get("frozen")
         _keep_processes(found, config)
         longer = found["training"]["rounds"] < config["training"]["rounds"]
         if longer:
