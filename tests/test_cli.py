@@ -327,13 +327,13 @@ def test_an_interrupted_run_goes_on(call, monkeypatch):
         (["--device", "tpu"], "--device: unknown device 'tpu' in machine.device"),
         (
             ["--set", "data.partition={name: dirichlet, clients: 9, beta: 0}"],
-            "--set data.partition={name: dirichlet, clients: 9, beta: 0}: beta must be a finite "
-            "number above 0, got 0.0\n",
+            "--set data.partition={name: dirichlet, clients: 9, beta: 0}: data.partition.beta must "
+            "be a finite number above 0, got 0.0\n",
         ),
         (
             ["--set", "data.partition={name: iid, clients: 1000}"],
-            "--set data.partition={name: iid, clients: 1000}: source 'digits' has 1797 samples, "
-            "too few for 1000 clients with min_samples=3 each\n",
+            "--set data.partition={name: iid, clients: 1000}: data.partition.clients: source "
+            "'digits' has 1797 samples, too few for 1000 clients with min_samples=3 each\n",
         ),
         (["no.yaml"], "cannot read no.yaml: No such file or directory\n"),
         (
@@ -622,10 +622,13 @@ def test_histogram_uses_the_full_height():
             "cannot draw to 'a.bmp'; its name must end in .png, .svg, .pdf\n",
         ),
         # Only typed values are named.
-        (["cifar", "--set", "root=."], "NAME, --set root=.: no files of data 'cifar' in "),
+        (
+            ["cifar", "--set", "root=."],
+            "NAME, --set root=.: data.root: no files of data 'cifar' in ",
+        ),
         (
             ["cifar", "--set", "root=.", "--seed", "1"],
-            "NAME, --seed, --set root=.: no files of data 'cifar' in ",
+            "NAME, --seed, --set root=.: data.root: no files of data 'cifar' in ",
         ),
     ],
 )

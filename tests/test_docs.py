@@ -62,7 +62,8 @@ def test_long_lines_are_found():
 def test_prose_is_wrapped_at_100_characters():
     home = DOCS.parent
     pages = [*DOCS.rglob("*.md"), *(home / "benchmarks").glob("*.md"), *home.glob("*.md")]
-    written = [page for page in pages if "_build" not in page.parts]
+    # The others are generated.
+    written = [page for page in pages if not {"_build", "methods"} & set(page.parts)]
     assert len(written) > 30
     found = {str(page.relative_to(home)): long_lines(page.read_text()) for page in written}
     assert {page: lines for page, lines in found.items() if lines} == {}

@@ -193,7 +193,8 @@ def load(
     >>> federation.clients, federation.shape, federation.group_names
     (22, (1, 8, 8), ('plain', 'blurred', 'inverted', 'rotated', 'textured'))
     """
-    keys = below("data", options)
+    # Messages about missing files suggest download=True.
+    keys = below("data", options.keys() - {"download"})
     with naming(keys):
         found = _call(recipe_of(name), {"seed": seed, **options}, f"data {name!r}")
     if isinstance(found, Federation):

@@ -57,5 +57,7 @@ def _named(message: str, keys: Mapping[str, str]) -> str:
         return message
     if first := re.match(rf"((?:each of )?)({options})(?=[ =])", message):
         return f"{first[1]}{keys[first[2]]}{message[first.end() :]}"
-    mentioned = re.search(rf"\b({options})=|(?:\bin|^unknown|^\d+(?: \w+)?) ({options})\b", message)
+    mentioned = re.search(
+        rf"\b({options})=|(?:\bin|^unknown|\b\d+(?: \w+)?) ({options})\b", message
+    )
     return f"{keys[mentioned[1] or mentioned[2]]}: {message}" if mentioned else message

@@ -112,7 +112,8 @@ def test_options_of_sources(name: str, option: str, tmp_path, monkeypatch) -> No
         ),
         (
             {"partition": {"name": "iid", "clients": 5, "min_samples": 900}},
-            "data.partition.min_samples: source 'digits' has 1797 samples, too few for 5 clients",
+            "data.partition.clients: source 'digits' has 1797 samples, too few for 5 clients with "
+            "min_samples=900",
         ),
         (
             {"partition": {"name": "group", "imbalance": 2, "clients_per_group": [1]}},
@@ -122,6 +123,13 @@ def test_options_of_sources(name: str, option: str, tmp_path, monkeypatch) -> No
 )
 def test_options_that_do_not_fit_the_data(options: dict[str, Any], message: str) -> None:
     assert message in message_about({"name": "digits", **options})
+
+
+def test_missing_files_are_not_a_mistake_in_an_option(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    message = message_about({"name": "cifar"})
+    assert message.startswith("x.yaml: no files of data 'cifar' in ")
+    assert "download=True" in message
 
 
 def test_the_python_interface_names_the_keys_as_well() -> None:
@@ -141,6 +149,7 @@ def test_the_python_interface_names_the_keys_as_well() -> None:
         ("betas must be above 0", "betas must be above 0"),
         ("no sample at beta=3", "data.beta: no sample at beta=3"),
         ("9 wide beta requested", "data.beta: 9 wide beta requested"),
+        ("too few for 9 beta", "data.beta: too few for 9 beta"),
         ("file x (data.beta) is empty", "file x (data.beta) is empty"),
         ("something else", "something else"),
     ],
