@@ -96,6 +96,7 @@ def make(
     rounds: int | None = None,
     quick: bool = False,
     tf32: bool = False,
+    processes: int = 1,
 ) -> Job:
     """Describe one of the jobs for a device.
 
@@ -113,6 +114,8 @@ def make(
         A quarter of the rounds, to see that everything runs.
     tf32 : bool
         Whether the timed pass may use TF32; the exactness pass never does.
+    processes : int
+        How many processes Equipoise uses. The other peers ignore it.
 
     Returns
     -------
@@ -134,6 +137,7 @@ def make(
         **spec["fields"],
         **_COMMON,
         threads=threads,
+        processes=processes,
         tolerance=spec["tolerance"],
         timed=Pass("timed", warmup=warmup, rounds=rounds or timed, shuffle=True, dropout=True),
         exact=Pass("exact", warmup=0, rounds=spec["exact"], shuffle=False, dropout=False),

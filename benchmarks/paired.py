@@ -12,7 +12,6 @@ import statistics
 import tempfile
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -54,8 +53,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--processes", type=int, default=1, help="of Equipoise (default 1)")
     arguments = parser.parse_args()
-    job = jobs.make(arguments.job, device="cpu", threads=arguments.threads, rounds=arguments.rounds)
-    job = replace(job, processes=arguments.processes)
+    job = jobs.make(
+        arguments.job,
+        device="cpu",
+        threads=arguments.threads,
+        rounds=arguments.rounds,
+        processes=arguments.processes,
+    )
     with tempfile.TemporaryDirectory() as directory:
         jobs.materialize(job, Path(directory))
         work, turns = Work(job, Path(directory), torch.device("cpu")), Turns()

@@ -243,7 +243,12 @@ def peer_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_peer(train: Train, *, package: str | None = None, processes: str = "one process") -> None:
+def run_peer(
+    train: Train,
+    *,
+    package: str | None = None,
+    processes: Callable[[Job], str] = lambda job: "one process",
+) -> None:
     """Run a peer's script: read the job, time one pass, do the exactness pass, write the result.
 
     Parameters
@@ -252,8 +257,8 @@ def run_peer(train: Train, *, package: str | None = None, processes: str = "one 
         The peer, as ``Train`` describes it.
     package : str, optional
         Distribution whose version is reported.
-    processes : str
-        How the peer spreads its threads, in words, for the report.
+    processes : callable
+        Describes how the peer spreads its threads for a job, for the report.
     """
     arguments = peer_arguments()
     job = Job.read(arguments.job)
@@ -278,7 +283,7 @@ def run_peer(train: Train, *, package: str | None = None, processes: str = "one 
         "round_seconds": seconds,
         "peak": clock.peak,
         "float32_error": error,
-        "threads": f"{job.threads} torch threads, {processes}",
+        "threads": f"{job.threads} torch threads, {processes(job)}",
         "device": torch.cuda.get_device_name()
         if work.device.type == "cuda"
         else platform.machine(),

@@ -88,6 +88,12 @@ def _parser() -> argparse.ArgumentParser:
         "--threads", type=int, default=2, help="torch threads for every peer (default 2)"
     )
     parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        help="processes of Equipoise, which share its threads (default 1)",
+    )
+    parser.add_argument(
         "--tf32", action="store_true", help="let every peer's timed pass use TF32 on a GPU"
     )
     parser.add_argument(
@@ -135,7 +141,7 @@ def _pairs(texts: Iterable[str], where: str) -> dict[str, Path]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    for option in ("rounds", "repeats", "threads"):
+    for option in ("rounds", "repeats", "threads", "processes"):
         value = getattr(arguments, option)
         if value is not None and value < 1:
             raise InputError(f"--{option} is {value}; it must be at least 1")
@@ -186,6 +192,7 @@ def _compare(
             rounds=arguments.rounds,
             quick=arguments.quick,
             tf32=arguments.tf32,
+            processes=arguments.processes,
         )
         with tempfile.TemporaryDirectory(prefix=f"speed-{name}-") as temporary:
             directory = Path(temporary)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -96,6 +99,28 @@ def test_the_engine_does_the_same_work_as_the_bare_loop(job: Job, tmp_path: Path
     assert speed.distance(final, reference, initial)["of_move"] < job.tolerance
 
 
+@pytest.mark.slow
+def test_processes_of_equipoise_do_the_same_work_and_are_reported(tmp_path: Path) -> None:
+    """The peer's script starts the processes that its job asks for, and its result says so."""
+    job = dataclasses.replace(TINY, processes=2)
+    jobs.materialize(job, tmp_path)
+    peer = environments.PEERS["equipoise"]
+    out = tmp_path / "equipoise-0.json"
+    command = [sys.executable, peer.path, "--job", tmp_path, "--out", out]
+    subprocess.run(
+        list(map(str, command)),
+        env=environments.variables(peer, environments.Choices(), job.threads),
+        check=True,
+        timeout=120,
+    )
+    assert json.loads(out.read_text())["threads"] == "1 torch threads, 2 processes"
+    reference = bare.train(Work(job, tmp_path, torch.device("cpu")), job.exact, lambda: None)
+    initial, final = (
+        torch.load(tmp_path / name, weights_only=True) for name in ("initial.pt", "equipoise-0.pt")
+    )
+    assert speed.distance(final, reference, initial)["of_move"] < job.tolerance
+
+
 def test_job_survives_the_directory(tmp_path: Path) -> None:
     x, y = jobs.draw(TINY)
     TINY.write(tmp_path, {"w": torch.ones(1)}, x, y)
@@ -125,6 +150,14 @@ def test_clock_leaves_warmup_out(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.round_done()
     assert clock.round_seconds == [2.0, 3.0]
     assert clock.peak["resident_mib"] > 50
+
+
+def test_processes_reach_the_job() -> None:
+    arguments = speed._parser().parse_args(["--processes", "2"])
+    made = jobs.make("small", device="cpu", threads=2, processes=arguments.processes)
+    assert made.processes == 2
+    assert equipoise_engine.in_words(made) == "2 processes"
+    assert equipoise_engine.in_words(TINY) == "one process"
 
 
 def test_jobs_have_the_agreed_sizes() -> None:
@@ -199,6 +232,7 @@ def test_the_limit_of_a_job_by_hand() -> None:
         (["--peers", "bear"], "did you mean 'bare'"),
         (["--env", "pfl=/nowhere"], "names no directory"),
         (["--rounds", "0"], "--rounds is 0"),
+        (["--processes", "0"], "--processes is 0"),
     ],
 )
 def test_bad_input_is_named(

@@ -22,6 +22,7 @@ from equipoise.cli import paths, show
 from equipoise.client_index import make_index, similarity_by_group
 from equipoise.config import experiment_from
 from equipoise.data import load
+from equipoise.data.cache import cached
 from equipoise.errors import InputError
 from equipoise.fairness import METRICS
 from equipoise.parity import FIGURES
@@ -65,7 +66,9 @@ def test_help_imports_nothing_heavy(arguments, absent):
     assert not loaded & absent
 
 
-@pytest.mark.parametrize("command", ["run", "methods", "data", "compare", "report", "advise"])
+@pytest.mark.parametrize(
+    "command", ["run", "methods", "data", "cache", "compare", "report", "advise"]
+)
 def test_every_command_shows_an_example(call, command):
     code, stdout, _ = call(command, "--help")
     assert code == 0
@@ -324,13 +327,13 @@ def test_an_interrupted_run_goes_on(call, monkeypatch):
         (["--device", "tpu"], "--device: unknown device 'tpu' in machine.device"),
         (
             ["--set", "data.partition={name: dirichlet, clients: 9, beta: 0}"],
-            "--set data.partition={name: dirichlet, clients: 9, beta: 0}: beta must be a finite "
-            "number above 0, got 0.0\n",
+            "--set data.partition={name: dirichlet, clients: 9, beta: 0}: data.partition.beta must "
+            "be a finite number above 0, got 0.0\n",
         ),
         (
             ["--set", "data.partition={name: iid, clients: 1000}"],
-            "--set data.partition={name: iid, clients: 1000}: source 'digits' has 1797 samples, "
-            "too few for 1000 clients with min_samples=3 each\n",
+            "--set data.partition={name: iid, clients: 1000}: data.partition.clients: source "
+            "'digits' has 1797 samples, too few for 1000 clients with min_samples=3 each\n",
         ),
         (["no.yaml"], "cannot read no.yaml: No such file or directory\n"),
         (
@@ -619,10 +622,13 @@ def test_histogram_uses_the_full_height():
             "cannot draw to 'a.bmp'; its name must end in .png, .svg, .pdf\n",
         ),
         # Only typed values are named.
-        (["cifar", "--set", "root=."], "NAME, --set root=.: no files of data 'cifar' in "),
+        (
+            ["cifar", "--set", "root=."],
+            "NAME, --set root=.: data.root: no files of data 'cifar' in ",
+        ),
         (
             ["cifar", "--set", "root=.", "--seed", "1"],
-            "NAME, --seed, --set root=.: no files of data 'cifar' in ",
+            "NAME, --seed, --set root=.: data.root: no files of data 'cifar' in ",
         ),
     ],
 )
@@ -832,15 +838,81 @@ def test_the_experiment_and_the_commands_of_the_page_on_the_command_line():
         "compare",
         "report",
         "advise",
+        "cache",
     }
 
 
 def test_the_page_on_the_command_line_names_the_commands_with_json(call):
     text = (DOCS / "command_line.md").read_text()
     named = re.search(r"`--help`; (.*?)\s+have `--json`", text, re.DOTALL)[1]
-    commands = {"run", "methods", "explain", "data", "compare", "report", "advise", "flower new"}
+    commands = {"run", "methods", "explain", "data", "compare", "report", "advise", "cache"}
+    commands |= {"flower new"}
     able = {command for command in commands if "--json" in call(*command.split(), "--help")[1]}
     assert set(re.findall("`(.*?)`", named)) == able
+
+
+@pytest.fixture
+def three_stored(tmp_path, monkeypatch):
+    """A cache directory with an entry, one that is damaged, and a file of the user."""
+    monkeypatch.setenv("EQUIPOISE_CACHE", str(tmp_path / "cache"))
+    for digit in "ab":
+        rows = lambda: iter([torch.zeros(100, 3)])  # noqa: E731
+        stored = cached(digit * 16, (100, 3), torch.float32, rows, f"zeros {digit}\x1b[2J")
+    stored.path.write_bytes(b"damaged")
+    (tmp_path / "cache" / "arrays" / "mine.npy").write_text("mine")
+    return tmp_path / "cache"
+
+
+def test_cache_lists_entries(call, three_stored):
+    code, stdout, stderr = call("cache")
+    assert (code, stderr) == (0, "")
+    title, *rows = (" ".join(line.split()) for line in stdout.splitlines())
+    assert title == f"Cache directory {three_stored}:"
+    assert f"{'a' * 12} complete 1.4 kB 0.0 zeros a\\x1b[2J, 100 x 3" in rows
+    # The 7 bytes of the array and the 12 of its description.
+    assert f"{'b' * 12} damaged 19 B 0.0 zeros b\\x1b[2J" in rows
+    assert "2 entries, 1.4 kB; days since the last use" in stdout
+    assert "mine" not in stdout
+    document = json.loads(call("cache", "--json")[1])
+    assert document["directory"] == str(three_stored)
+    assert {entry["key"][0]: entry["state"] for entry in document["entries"]} == {
+        "a": "complete",
+        "b": "damaged",
+    }
+    assert document["removed"] == document["in_use"] == []
+
+
+def test_cache_removes_entries(call, three_stored):
+    folder = three_stored / "arrays"
+    code, stdout, _ = call("cache", "--prune", "1")
+    assert code == 0
+    removed, _, left = stdout.partition("Cache directory")
+    assert "b" * 12 in removed
+    assert "a" * 12 in left
+    assert {path.name for path in folder.iterdir()} == {
+        f"{'a' * 16}.npy",
+        f"{'a' * 16}.txt",
+        "mine.npy",
+    }
+    document = json.loads(call("cache", "--clear", "--json")[1])
+    assert [entry["key"] for entry in document["removed"]] == ["a" * 16]
+    assert [path.name for path in folder.iterdir()] == ["mine.npy"]
+    assert f"The cache directory {three_stored} has no entries." in call("cache")[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prune", "-1"], "--prune must be a number of days of at least 0, got -1"),
+        (["--prune", "nan"], "--prune must be a number of days of at least 0, got nan"),
+        (["--prune", "3", "--clear"], "--prune and --clear cannot be used together"),
+    ],
+)
+def test_cache_refuses_options(call, three_stored, options, message):
+    code, stdout, stderr = call("cache", *options)
+    assert (code, stdout) == (2, "")
+    assert message in stderr
+    assert len(list((three_stored / "arrays").iterdir())) == 5
 
 
 def test_a_mistyped_demo_is_suggested(call):

@@ -341,12 +341,12 @@ def test_a_runs_configuration_is_an_experiment(tmp_path):
 
 
 def test_errors_of_the_data_name_the_file():
-    made = experiment(
-        data={"name": "digits", "partition": {"name": "dirichlet", "clients": 9, "beta": -1}}
-    )
-    with pytest.raises(
-        InputError, match=r"^x\.yaml: beta must be a finite number above 0, got -1\.0$"
-    ):
+    partition = {"name": "dirichlet", "clients": 9, "beta": -1}
+    said = r"^x\.yaml: data\.partition\.beta must be a finite number above 0, got -1\.0$"
+    with pytest.raises(InputError, match=said):
+        experiment(data={"name": "digits", "partition": partition})
+    made = experiment(data={"name": "digits", "unseen": 99})
+    with pytest.raises(InputError, match=r"^x\.yaml: data\.unseen=99 must leave a client"):
         made.federation()
 
 

@@ -42,6 +42,33 @@ def test_the_examples_run(page, monkeypatch):
     assert tried >= 5
 
 
+def long_lines(text):
+    """Return the numbers of lines that could be wrapped: not tables, code, HTML or single words."""
+    found, code = [], False
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.lstrip().startswith("```"):
+            code = not code
+        elif len(line) > 100 and not code and not line.lstrip().startswith(("|", "<")):
+            found += [number] if " " in line.strip()[2:] else []
+    return found
+
+
+def test_long_lines_are_found():
+    long = "word " * 30
+    text = f"{long}\n| {long}\n```\n{long}\n```\n- {long}\n<img {long}>\n- {'x' * 120}\n{long[:99]}"
+    assert long_lines(text) == [1, 6]
+
+
+def test_prose_is_wrapped_at_100_characters():
+    home = DOCS.parent
+    pages = [*DOCS.rglob("*.md"), *(home / "benchmarks").glob("*.md"), *home.glob("*.md")]
+    # The others are generated.
+    written = [page for page in pages if not {"_build", "methods"} & set(page.parts)]
+    assert len(written) > 30
+    found = {str(page.relative_to(home)): long_lines(page.read_text()) for page in written}
+    assert {page: lines for page, lines in found.items() if lines} == {}
+
+
 def test_the_architecture_names_every_part():
     text = (DOCS / "architecture.md").read_text()
     for slot, kind in (

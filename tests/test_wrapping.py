@@ -204,7 +204,7 @@ def test_the_table_of_methods_names_the_host():
         ),
         (
             {"name": "unchanged", "host": {"name": "fedprox", "mu": "x"}},
-            "method.host: .*fedprox.mu must be a number",
+            "^method.host.mu: fedprox.mu must be a number",
         ),
         (
             {"name": "unchanged", "host": 3},

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import numpy as np
 from torch import Tensor
 
-from benchmarks.protocol import Pass, Work, run_peer
+from benchmarks.protocol import Job, Pass, Work, run_peer
 from benchmarks.whole_run import InTurn
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.stacked import StackedEngine
@@ -65,5 +65,17 @@ def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, 
     }
 
 
+def in_words(job: Job) -> str:
+    """Describe the processes of a job.
+
+    Examples
+    --------
+    >>> from benchmarks import jobs
+    >>> in_words(jobs.make("small", device="cpu", threads=2, processes=2))
+    '2 processes'
+    """
+    return "one process" if job.processes == 1 else f"{job.processes} processes"
+
+
 if __name__ == "__main__":
-    run_peer(train)
+    run_peer(train, processes=in_words)

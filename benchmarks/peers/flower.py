@@ -94,4 +94,8 @@ def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, 
 
 
 if __name__ == "__main__":
-    run_peer(train, package="flwr", processes=f"as Ray actors of {THREADS_PER_ACTOR} thread each")
+    run_peer(
+        train,
+        package="flwr",
+        processes=lambda job: f"as Ray actors of {THREADS_PER_ACTOR} thread each",
+    )

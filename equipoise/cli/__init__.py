@@ -305,6 +305,33 @@ def data(
             show.federation(federation, drawn)
 
 
+@app.command(epilog="Example: equipoise cache --prune 30")
+def cache(
+    prune: Annotated[
+        float | None,
+        typer.Option(
+            metavar="DAYS",
+            help="Remove entries that were not used for so many days, and damaged ones.",
+        ),
+    ] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all entries.")] = False,
+    json_: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List or remove what is stored in the cache directory: decoded images, encoded samples.
+
+    Everything in it can be computed again. EQUIPOISE_CACHE sets the directory.
+    """
+    with _errors(debug):
+        from equipoise.cli import caching
+
+        document = caching.cache(prune, clear)
+        if json_:
+            _print_json(document)
+        else:
+            caching.print_cache(document)
+
+
 @app.command(epilog="Example: equipoise compare demo --markdown table.md --csv table.csv")
 def compare(
     study: Annotated[

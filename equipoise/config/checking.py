@@ -18,6 +18,7 @@ from equipoise import data, methods, models, tracking
 from equipoise.config.options import defaults_of, in_words, types_of
 from equipoise.config.origins import Origins, keyed
 from equipoise.data.augment import AUGMENTATIONS, augmentation_from
+from equipoise.data.keys import below, naming
 from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.errors import InputError, unknown
 from equipoise.flower.settings import FlowerSettings, Privacy
@@ -151,7 +152,7 @@ class Reader:
             return None
         name, options = self.named(given, path, "partition", data.PARTITIONS)
         checked = self.fields(options, types_of(data.PARTITIONS[name]), path)
-        with self.origins.named("data"), keyed(path, checked):
+        with self.origins.named("data"), naming(below(path, checked)):
             made: Any = data.make_partition(name, **checked)
         return {"name": name, **dataclasses.asdict(made)}
 

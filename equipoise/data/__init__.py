@@ -8,10 +8,12 @@ user-defined sources.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from inspect import signature
 from typing import Any, TypeVar
 
 from equipoise.data.federate import federate
+from equipoise.data.keys import below, naming
 from equipoise.data.partition import (
     Assignment,
     ByGroup,
@@ -191,7 +193,10 @@ def load(
     >>> federation.clients, federation.shape, federation.group_names
     (22, (1, 8, 8), ('plain', 'blurred', 'inverted', 'rotated', 'textured'))
     """
-    found = _call(recipe_of(name), {"seed": seed, **options}, f"data {name!r}")
+    # Messages about missing files suggest download=True.
+    keys = below("data", options.keys() - {"download"})
+    with naming(keys):
+        found = _call(recipe_of(name), {"seed": seed, **options}, f"data {name!r}")
     if isinstance(found, Federation):
         given = {
             "partition": partition,
@@ -211,18 +216,26 @@ def load(
                 f"partition {dict(partition)} of data {name!r} needs a name; valid: "
                 f"{', '.join(PARTITIONS)}"
             )
-        partition = make_partition(**partition)
-    made = federate(
-        source,
-        partition or usual,
-        splits=splits,
-        unseen=unseen,
-        leave_out=leave_out,
-        test=test,
-        server_val=server_val,
-        seed=seed,
-    )
+        with naming(below("data.partition", partition)):
+            partition = make_partition(**partition)
+    # The options of the usual partition come from those of the source.
+    keys = keys if partition is None else below("data.partition", _options_of(partition))
+    with naming(keys | below("data", ("splits", "unseen", "leave_out", "test", "server_val"))):
+        made = federate(
+            source,
+            partition or usual,
+            splits=splits,
+            unseen=unseen,
+            leave_out=leave_out,
+            test=test,
+            server_val=server_val,
+            seed=seed,
+        )
     return _encoded(made, encode, encode_size)
+
+
+def _options_of(partition: Partition) -> list[str]:
+    return [field.name for field in fields(partition)] if is_dataclass(partition) else []
 
 
 def _refuse_to_divide(given: Mapping[str, Any], name: str) -> None:

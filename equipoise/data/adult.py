@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from equipoise.attributes import Attribute
-from equipoise.checks import count
+from equipoise.checks import count, flag
 from equipoise.data.files import data_files, read
 from equipoise.data.partition import Natural
 from equipoise.data.source import Source
@@ -111,6 +111,8 @@ def adult(
                 raise unknown("column", column, categorical, where=f"{option} of data 'adult'")
     if not clients:
         raise InputError("clients of data 'adult' must name at least one column, such as workclass")
+    count(min_samples, "min_samples of data 'adult'")
+    flag(use_attributes, "use_attributes of data 'adult'")
     paths = data_files("adult", (TRAIN, TEST), (TRAIN,), folders=FOLDERS, root=root)
     tables = [_table(path) for path in paths]
     rows = np.concatenate(tables)
@@ -120,7 +122,7 @@ def adult(
     ids = np.array([", ".join(row[[COLUMNS.index(column) for column in clients]]) for row in rows])
     names, of_rows = np.unique(ids, return_inverse=True)
     trained = np.bincount(of_rows[~test], minlength=len(names))
-    kept = (trained >= count(min_samples, "min_samples of data 'adult'"))[of_rows.reshape(-1)]
+    kept = (trained >= min_samples)[of_rows.reshape(-1)]
     if not kept.any():
         raise InputError(
             f"no client of data 'adult' has min_samples={min_samples} samples to train on; the "

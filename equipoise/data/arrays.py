@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from equipoise import tasks
+from equipoise.checks import count
 from equipoise.data.partition import Dirichlet, Natural
 from equipoise.data.source import Source
 from equipoise.errors import InputError
@@ -55,6 +56,9 @@ def arrays(
     >>> arrays(**files, clients=f"{folder}/clinic.npy").ids[[0, 5]].tolist()
     ['north', 'south']
     """
+    made = tasks.build(task)
+    if classes is not None:
+        count(classes, "classes of data 'arrays'")
     files = {"x": x, "y": y, "clients": clients, "groups": groups}
     read = {option: _read(path, option) for option, path in files.items() if path is not None}
     samples, labels = read["x"], read["y"]
@@ -80,8 +84,8 @@ def arrays(
     if "groups" in read:
         found, number = np.unique(read["groups"], return_inverse=True)
         names = [str(name) for name in found]
-    targets = tasks.build(task).targets(_floating(labels, f"{y} (data.y)"))
-    if tasks.build(task).labels:
+    targets = made.targets(_floating(labels, f"{y} (data.y)"))
+    if made.labels:
         _check_labels(targets, classes, f"{y} (data.y)")
     return Source(
         x=_floating(samples, f"{x} (data.x)"),

@@ -3,7 +3,7 @@
 The environment variable ``EQUIPOISE_CACHE`` sets the cache directory. The default is ``equipoise``
 in the user's cache directory: ``$XDG_CACHE_HOME`` or ``~/.cache`` on Linux, ``~/Library/Caches`` on
 macOS, ``%LOCALAPPDATA%`` on Windows. Everything in it can be recomputed, so it may be deleted at
-any time.
+any time. :mod:`equipoise.data.cache_entries` lists and removes entries.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ except ImportError:  # not available on Windows
     fcntl = None  # type: ignore[assignment]
 
 VARIABLE = "EQUIPOISE_CACHE"
+# Ends the name of the file beside an entry that says what the entry is.
+ABOUT = ".txt"
+LOCK = ".lock"
 
 # A file ends with this mark, the time at which it was written, in seconds, and the digest.
 _MARK = b"equipoise mapped array 1"
@@ -195,8 +198,23 @@ class MappedArray:
         return MappedArray, (self.path.absolute(),)
 
 
+def arrays_directory() -> Path:
+    """Return the folder of the entries in the cache directory, which need not exist yet.
+
+    Examples
+    --------
+    >>> arrays_directory().name
+    'arrays'
+    """
+    return cache_directory() / "arrays"
+
+
 def cached(
-    key: str, shape: tuple[int, ...], dtype: torch.dtype, blocks: Callable[[], Iterator[Tensor]]
+    key: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    blocks: Callable[[], Iterator[Tensor]],
+    about: str = "",
 ) -> MappedArray:
     """Return an array from the cache directory, or compute it and store it there.
 
@@ -215,6 +233,8 @@ def cached(
         The type of all values.
     blocks : callable
         Returns an iterator over the blocks of rows, in order. Only called if there is no entry yet.
+    about : str
+        What the array is, in one line. ``equipoise cache`` shows it.
 
     Returns
     -------
@@ -241,19 +261,26 @@ def cached(
         raise InputError(
             f"the key of a cached array must be a hash of 16 to 128 hexadecimal digits, got {key!r}"
         )
-    folder = cache_directory() / "arrays"
+    folder = arrays_directory()
     path = folder / f"{key}.npy"
+    described = folder / f"{key}{ABOUT}"
     if (found := _intact(path, shape, dtype)) is not None:
+        # Its modification time says when the entry was used last.
+        with suppress(OSError):
+            os.utime(described)
         return found
     with _naming_failures(path):
         folder.mkdir(parents=True, exist_ok=True)
-    with _one_at_a_time(path) as alone:
+    with one_at_a_time(path) as alone:
         # Another process may have made it in the meantime.
         if (found := _intact(path, shape, dtype)) is not None:
             return found
         if alone:
             for left_behind in folder.glob(f"{path.name}.*.tmp"):
                 left_behind.unlink(missing_ok=True)
+        if about:
+            with _naming_failures(path):
+                described.write_text(f"{about}\n", encoding="utf-8")
         return MappedArray.write(path, shape, dtype, blocks())
 
 
@@ -347,20 +374,44 @@ def _intact(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> MappedArr
 
 
 @contextmanager
-def _one_at_a_time(path: Path) -> Iterator[bool]:
-    """Wait until no other process computes the same entry; yield whether locks are available."""
+def one_at_a_time(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Wait until no other process computes the same entry; yield whether locks are available.
+
+    Parameters
+    ----------
+    path : Path
+        The entry.
+    wait : bool
+        Whether to wait. Otherwise ``BlockingIOError`` is raised if another process computes it.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with one_at_a_time(Path(tempfile.mkdtemp()) / "entry.npy") as alone:
+    ...     alone in (True, False)
+    True
+    """
     if fcntl is None:
         yield False
         return
-    lock = path.with_suffix(".lock")
-    with _naming_failures(path):
-        file = lock.open("w")
-    with file:
+    lock = path.with_suffix(LOCK)
+    while True:
+        with _naming_failures(path):
+            file = lock.open("w")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            file.close()
+            raise
         except OSError:  # the file system has no locks
+            file.close()
             yield False
             return
+        # Another process may have removed the file while this one waited.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), lock.stat()):
+                break
+        file.close()
+    with file:
         yield True
-        # A process that still waits for a lock on the removed file finds the complete entry.
         lock.unlink(missing_ok=True)

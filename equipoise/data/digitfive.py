@@ -102,8 +102,8 @@ def digitfive(
     --------
     >>> digitfive(domains=["mnist", "svnh"])
     Traceback (most recent call last):
-    equipoise.errors.InputError: unknown domain 'svnh' in data 'digitfive'; did you mean 'svhn'?
-    Valid: fonts, inverted, mnist, mnistm, svhn, synth, usps
+    equipoise.errors.InputError: unknown domain 'svnh' in domains of data 'digitfive'; did you
+    mean 'svhn'? Valid: fonts, inverted, mnist, mnistm, svhn, synth, usps
     """
     size = count(size, "size of data 'digitfive'")
     limits = [
@@ -177,13 +177,12 @@ def recipe(
     Traceback (most recent call last):
     equipoise.errors.InputError: no files of data 'digitfive mnist' in ...
     """
-    images = {"train_images": train_images, "test_images": test_images}
-    source = digitfive(root=root, domains=domains, size=size, seed=seed, **images)
     if real(dif, "dif of data 'digitfive'", least=1) == 1:
-        return source, ByGroup(
-            1, largest=count(largest, "largest of data 'digitfive'", least=2) // 2
-        )
-    return source, ByGroup(dif, ratio=RATIOS.get((len(domains), int(dif))), largest=largest)
+        usual = ByGroup(1, largest=count(largest, "largest of data 'digitfive'", least=2) // 2)
+    else:
+        usual = ByGroup(dif, ratio=RATIOS.get((len(domains), int(dif))), largest=largest)
+    images = {"train_images": train_images, "test_images": test_images}
+    return digitfive(root=root, domains=domains, size=size, seed=seed, **images), usual
 
 
 class _Wanted(NamedTuple):
@@ -330,7 +329,7 @@ def _chosen(domains: Sequence[str]) -> tuple[str, ...]:
         )
     for domain in domains:
         if domain not in _READERS:
-            raise unknown("domain", domain, _READERS, where="data 'digitfive'")
+            raise unknown("domain", domain, _READERS, where="domains of data 'digitfive'")
     return tuple(domains)
 
 

@@ -129,8 +129,9 @@ def recipe(
     Traceback (most recent call last):
     equipoise.errors.InputError: no files of data 'emnist' in ...
     """
+    usual = ThreeGroups(scale) if characters is None else Skewed(scale)
     source = emnist(root=root, characters=characters, transposed=transposed, download=download)
-    return source, ThreeGroups(scale) if characters is None else Skewed(scale)
+    return source, usual
 
 
 def _classes(characters: str | None) -> list[int]:

@@ -29,7 +29,11 @@ _IN_MEMORY = 4 << 30
 
 
 def encoded_samples(
-    x: Tensor | Samples, encode: Callable[[Tensor], Tensor], key: tuple[object, ...], rows: int
+    x: Tensor | Samples,
+    encode: Callable[[Tensor], Tensor],
+    key: tuple[object, ...],
+    rows: int,
+    about: str = "",
 ) -> Tensor | MappedArray:
     """Encode samples, or read the encoded samples from the cache directory.
 
@@ -44,6 +48,8 @@ def encoded_samples(
         values must have the same ``repr`` in every process.
     rows : int
         How many samples to encode at a time.
+    about : str
+        What the result is, in one line; see :func:`equipoise.data.cache.cached`.
 
     Returns
     -------
@@ -73,6 +79,7 @@ def encoded_samples(
         (len(x), *like.shape[1:]),
         like.dtype,
         blocks,
+        about,
     )
     return array[:] if len(array) * like[0].nbytes <= _IN_MEMORY else array
 
@@ -138,7 +145,8 @@ def encode_federation(federation: Federation, source: str, size: int | None = No
         return cast(Tensor, model(images)).float()
 
     key = "encoder", model.digest, size, device.type
-    return replace(federation, x=encoded_samples(federation.x, encode, key, _IMAGES))
+    about = f"samples of {federation.name} encoded by {source}"
+    return replace(federation, x=encoded_samples(federation.x, encode, key, _IMAGES, about))
 
 
 def _encode_texts(federation: Federation, source: str, size: int | None) -> Federation:
@@ -161,4 +169,5 @@ def _encode_texts(federation: Federation, source: str, size: int | None) -> Fede
         return model([NEXT_CHARACTER.format(text) for text in texts]).float()
 
     key = "text encoder", model.digest, NEXT_CHARACTER, characters, device.type
-    return replace(federation, x=encoded_samples(federation.x, encode, key, _IMAGES))
+    about = f"texts of {federation.name} encoded by {source}"
+    return replace(federation, x=encoded_samples(federation.x, encode, key, _IMAGES, about))

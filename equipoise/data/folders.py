@@ -85,7 +85,7 @@ def choose(
     names = several(wanted, f"{option} of data {what!r}", _text)
     for name in names:
         if name not in found:
-            raise unknown(kind, name, found, where=str(where))
+            raise unknown(kind, name, found, where=f"{option} of data {what!r}, read from {where}")
     if not names or len(set(names)) < len(names):
         raise InputError(
             f"{option} of data {what!r} must be distinct names, at least one, got {list(names)}"

@@ -86,7 +86,8 @@ def font_digits(number: int, *, seed: int = 0) -> tuple[NDArray[np.uint8], NDArr
                 "digits of fonts need Pillow and Matplotlib: pip install 'equipoise[digitfive]'"
             )
     shape = (count(number, "number of digits"), SIDE, SIDE, 3)
-    stored = cached(_key(number, seed), shape, torch.uint8, lambda: _drawn(number, seed))
+    about = f"{number} digits drawn with fonts, seed {seed}"
+    stored = cached(_key(number, seed), shape, torch.uint8, lambda: _drawn(number, seed), about)
     return stored[:].numpy(), np.arange(number) % 10
 
 

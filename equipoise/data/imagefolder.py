@@ -115,7 +115,11 @@ def imagefolder(
     group_names, class_names, images = _listed(folder, domains, classes)
     shape = (len(images), 3, size, size)
     stored = cached(
-        _key(folder, images, size), shape, torch.uint8, lambda: _decoded(folder, images, size)
+        _key(folder, images, size),
+        shape,
+        torch.uint8,
+        lambda: _decoded(folder, images, size),
+        f"images in {folder}, {size} x {size} pixels",
     )
     stays_on_disk = prod(shape) >= LARGEST_IN_MEMORY if mapped is None else mapped
     x: Tensor | MappedArray = stored if stays_on_disk else stored[:]

@@ -199,6 +199,8 @@ def leaf(
     """
     if dataset not in DATASETS:
         raise unknown("dataset", dataset, DATASETS, where="data 'leaf'")
+    if clients is not None:
+        count(clients, "clients of data 'leaf'")
     places = (dataset, f"leaf/{dataset}", f"leaf/data/{dataset}")
     paths = data_files(
         "leaf",

@@ -145,6 +145,7 @@ def prostate(
         (len(volumes),),
         torch.int64,
         lambda: _prepared(volumes, partial(_kept, empty=empty), name),
+        f"numbers of slices of the volumes in {folder}",
     )[:]
     total = int(sizes.sum())
     if not total:
@@ -154,6 +155,7 @@ def prostate(
         (total, size, size),
         torch.uint8,
         lambda: _prepared(volumes, partial(_masks, size=size, empty=empty), name),
+        f"masks of the volumes in {folder}, {size} x {size} pixels",
     )
     shape = (total, channels, size, size)
     stored = cached(
@@ -165,6 +167,7 @@ def prostate(
             partial(_slices, size=size, empty=empty, channels=channels, quantile=quantile),
             name,
         ),
+        f"slices of the volumes in {folder}, {size} x {size} pixels",
     )
     stays_on_disk = 4 * prod(shape) >= LARGEST_IN_MEMORY if mapped is None else mapped
     x: Tensor | MappedArray = stored if stays_on_disk else stored[:]

@@ -159,6 +159,7 @@ def shakespeare(
             f"scale={scale} of data 'shakespeare' must be a share of each text, above 0 up to 1"
         )
     length, stride = count(length, "length"), count(stride, "stride")
+    _check_roles(roles)
     (path,) = data_files("shakespeare", ["roles.jsonl"], folders=["shakespeare", "."], root=root)
     shortest = length + 1 + (_FEWEST_SAMPLES - 1) * stride
     cut = [
@@ -220,18 +221,25 @@ def recipe(
     return source, Natural()
 
 
+def _check_roles(wanted: int | dict[str, int] | None) -> None:
+    if isinstance(wanted, dict):
+        for gender, number in wanted.items():
+            if gender not in GENDERS:
+                raise unknown("gender", gender, GENDERS, where="roles of data 'shakespeare'")
+            count(number, f"roles of data 'shakespeare' for gender {gender!r}")
+    elif wanted is not None:
+        count(wanted, "roles")
+
+
 def _draw(candidates: list[Role], wanted: int | dict[str, int] | None, seed: int) -> list[Role]:
     """Draw roles, from all or from each gender, without changing their order."""
     draws = generator(seed, "roles")
     if not isinstance(wanted, dict):
         return draw_clients(candidates, wanted, draws, "roles")
-    for gender in wanted:
-        if gender not in GENDERS:
-            raise unknown("gender", gender, GENDERS, where="roles of data 'shakespeare'")
     return [
         role
-        for gender, count in wanted.items()
+        for gender, number in wanted.items()
         for role in draw_clients(
-            [role for role in candidates if role.gender == gender], count, draws, f"{gender} roles"
+            [role for role in candidates if role.gender == gender], number, draws, f"{gender} roles"
         )
     ]

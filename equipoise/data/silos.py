@@ -60,12 +60,16 @@ def silos(
     --------
     >>> silos(root="nowhere")
     Traceback (most recent call last):
-    equipoise.errors.InputError: no client's directory with data.npz in nowhere
+    equipoise.errors.InputError: no client's directory with data.npz in nowhere (root='nowhere')
     """
+    tasks.build(task)
+    if classes is not None:
+        checks.count(classes, "classes of data 'silos'")
     folder = Path(root) if root else Path(os.environ.get(VARIABLE, "data")) / "silos"
     found = [path.parent for path in folder.glob(f"*/{ARRAYS}")]
     if not found:
-        raise InputError(f"no client's directory with {ARRAYS} in {folder}")
+        origin = f" (root={root!r})" if root else ""
+        raise InputError(f"no client's directory with {ARRAYS} in {folder}{origin}")
     return _source(sorted(found, key=_in_order), classes, task)
 
 
@@ -122,7 +126,7 @@ def recipe(
     --------
     >>> recipe(seed=0, root="nowhere")
     Traceback (most recent call last):
-    equipoise.errors.InputError: no client's directory with data.npz in nowhere
+    equipoise.errors.InputError: no client's directory with data.npz in nowhere (root='nowhere')
     """
     return silos(root=root, classes=classes, task=task), Natural(1)
 

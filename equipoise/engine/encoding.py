@@ -57,5 +57,6 @@ def open_data(
     arithmetic = device.type, dtype, network.lowered, network.autocast, machine.tf32
     with exact_arithmetic(machine):
         key = "stem", network.stem_digest, *map(str, arithmetic)
-        x = encoded_samples(federation.x, encode, key, samples_an_encoding(network))
+        about = f"samples of {federation.name} encoded by the stem of {network.name}"
+        x = encoded_samples(federation.x, encode, key, samples_an_encoding(network), about)
     return DeviceData(federation, device, dtype, x)

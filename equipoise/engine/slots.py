@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from equipoise.models.base import Model
 from equipoise.models.frozen import frozen_names
-from equipoise.tree import digest
+from equipoise.tree import Tree, digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +89,9 @@ def slots_of(module: nn.Module) -> list[Slot]:
 def frozen_digest(module: nn.Module) -> str | None:
     """Return a hash of the frozen tensors of a module, or ``None`` if there are none.
 
+    Buffers of integers and booleans are included, except BatchNorm's count of batches, which is
+    never read.
+
     Examples
     --------
     >>> frozen_digest(nn.Linear(2, 2)) is None
@@ -96,8 +99,34 @@ def frozen_digest(module: nn.Module) -> str | None:
     >>> frozen_digest(nn.Linear(2, 2).requires_grad_(False)) is None
     False
     """
-    frozen = {slot.name: slot.tensor for slot in slots_of(module) if slot.frozen}
+    fixed = {
+        name: tensor
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if not tensor.is_floating_point() and name.rpartition(".")[2] != "num_batches_tracked"
+    }
+    frozen = _frozen_floats(module) | fixed
     return digest(frozen) if frozen else None
+
+
+def is_frozen_digest(recorded: str | None, module: nn.Module) -> bool:
+    """Return whether a recorded hash is that of a module's frozen tensors.
+
+    Equipoise 0.1.0 hashed floating point tensors only. Such a hash is accepted as well, because a
+    run does not record more.
+
+    Examples
+    --------
+    >>> is_frozen_digest(None, nn.Linear(2, 2))
+    True
+    """
+    if recorded == frozen_digest(module):
+        return True
+    floats = _frozen_floats(module)
+    return bool(floats) and recorded == digest(floats)
+
+
+def _frozen_floats(module: nn.Module) -> Tree:
+    return {slot.name: slot.tensor for slot in slots_of(module) if slot.frozen}
 
 
 def _is_frozen_buffer(owners: Mapping[str, nn.Module], path: str, leaf: str) -> bool:

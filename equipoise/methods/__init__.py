@@ -244,7 +244,7 @@ def build(
     if name not in names():
         raise unknown("method", name, names())
     if weights is not None and weights not in WEIGHTS:
-        raise unknown("weights", weights, WEIGHTS, where=f"method {name!r}")
+        raise InputError(f"method.weights: {unknown('weights', weights, WEIGHTS)}")
     if issubclass(part_class(name), Wrapper):
         around = {"weights": weights, "sampling": sampling, "guard": guard}
         return _wrap(
@@ -381,7 +381,7 @@ def _with_key(message: str, part: str, where: str) -> str:
     >>> _with_key("fedadam.lr must be at least 0", "fedadam", "method.aggregation")
     'method.aggregation.lr: fedadam.lr must be at least 0'
     """
-    option = re.match(rf"{re.escape(part)}\.(\w+)", message)
+    option = re.search(rf"(?:^|^unknown |\bin ){re.escape(part)}\.(\w+)", message)
     return f"{where}.{option[1]}: {message}" if option else message
 
 
@@ -400,7 +400,7 @@ def _check_types(kind: type[Part], options: Mapping[str, Any], where: str) -> No
     for key, value in options.items():
         if not _fits(value, wanted[key]):
             raise InputError(
-                f"{where}: {kind.name}.{key} must be {_words(wanted[key])}, got {value!r}"
+                f"{where}.{key}: {kind.name}.{key} must be {_words(wanted[key])}, got {value!r}"
             )
 
 

@@ -19,7 +19,7 @@ from equipoise import methods, models
 from equipoise.checks import count
 from equipoise.documents import read_json
 from equipoise.engine.settings import Machine, Training
-from equipoise.engine.slots import frozen_digest
+from equipoise.engine.slots import frozen_digest, is_frozen_digest
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation
@@ -515,10 +515,11 @@ def load(
         ) from error
     # Runs of older versions contain their frozen tensors.
     recorded = config["resolved"].get("frozen")
-    if recorded is not None and (here := frozen_digest(module)) != recorded:
+    if recorded is not None and not is_frozen_digest(recorded, module):
         raise InputError(
             f"the frozen tensors of the model differ from those of the run in {directory}: their "
-            f"hash is {here}, the run's {recorded}; the run's model is {config['model']}"
+            f"hash is {frozen_digest(module)}, the run's {recorded}; the run's model is "
+            f"{config['model']}"
         )
     number = client_number(client, read_names(directory))
     if local:

@@ -6,6 +6,9 @@ configuration and the code that the run imports, and when the run ends, also the
 summary. Until then the checkpoint contains the checksums of the journals. Runs of older versions
 have no such file and cannot be checked. ``sha256sum -c SHA256SUMS`` checks a finished run without
 Equipoise.
+
+A file that is about to be replaced has two lines, one for its old and one for its new content, so
+that the directory is valid before and after.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def write_sums(directory: Path, digests: Mapping[str, str]) -> None:
+def write_sums(
+    directory: Path, digests: Mapping[str, str], before: Mapping[str, str] | None = None
+) -> None:
     """Write the checksums of some files. They replace earlier ones.
 
     Parameters
@@ -42,6 +47,8 @@ def write_sums(directory: Path, digests: Mapping[str, str]) -> None:
         The run directory.
     digests : mapping
         The SHA-256 of each file in hexadecimal digits, by its name.
+    before : mapping, optional
+        The SHA-256 of files that are about to be replaced. It is valid as well.
 
     Examples
     --------
@@ -51,12 +58,17 @@ def write_sums(directory: Path, digests: Mapping[str, str]) -> None:
     >>> write_sums(folder, {"config.yaml": sha256(b"seed: 3")})
     >>> verify(folder, "config.yaml")
     """
-    text = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+    lines = sorted(
+        {(name, digest) for given in (digests, before or {}) for name, digest in given.items()}
+    )
+    text = "".join(f"{digest}  {name}\n" for name, digest in lines)
     write_atomically(directory / SUMS, text.encode())
 
 
 def read_sums(directory: Path) -> dict[str, str] | None:
     """Read the checksums of a run directory; ``None`` if it has none.
+
+    Of two checksums of a file, that of its content is returned.
 
     Raises
     ------
@@ -69,6 +81,17 @@ def read_sums(directory: Path) -> dict[str, str] | None:
     >>> read_sums(Path(tempfile.mkdtemp())) is None
     True
     """
+    if (found := _read(directory)) is None:
+        return None
+    sums = {name: digests[0] for name, digests in found.items()}
+    for name, digests in found.items():
+        if len(digests) > 1 and (current := _digest(directory / name)) in digests:
+            sums[name] = current
+    return sums
+
+
+def _read(directory: Path) -> dict[str, list[str]] | None:
+    """Return all checksums of each file."""
     path = directory / SUMS
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -79,7 +102,18 @@ def read_sums(directory: Path) -> dict[str, str] | None:
     found = [_LINE.fullmatch(line) for line in lines]
     if not lines or not all(found):
         raise RunError(f"{path} is damaged: each line must have a SHA-256 and the name of a file")
-    return {match[2]: match[1] for match in found if match}
+    sums: dict[str, list[str]] = {}
+    for match in filter(None, found):
+        sums.setdefault(match[2], []).append(match[1])
+    return sums
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise RunError(f"cannot read {path}, which {SUMS} lists: {error.strerror}") from error
 
 
 def verify(directory: Path, *names: str) -> None:
@@ -108,7 +142,7 @@ def verify(directory: Path, *names: str) -> None:
     Traceback (most recent call last):
     equipoise.errors.RunError: .../config.yaml differs from what the run wrote: ...
     """
-    sums = read_sums(directory)
+    sums = _read(directory)
     if sums is None:
         return
     for name in names or sums:
@@ -117,12 +151,7 @@ def verify(directory: Path, *names: str) -> None:
             raise RunError(
                 f"{directory / SUMS} has no checksum of {name}; one of the two files was changed"
             )
-        try:
-            with path.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise RunError(f"cannot read {path}, which {SUMS} lists: {error.strerror}") from error
-        if found != sums[name]:
+        if _digest(path) not in sums[name]:
             raise RunError(
                 f"{path} differs from what the run wrote: its SHA-256 is not that in {SUMS}; "
                 f"restore the file, or remove {SUMS} if the change is intended"

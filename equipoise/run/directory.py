@@ -36,17 +36,16 @@ def write_longer_config(directory: Path, config: bytes, attached: Mapping[str, b
     """Write the configuration of a longer run.
 
     The order matters: a run with a summary is complete, and a configuration that differs from its
-    checksum is damaged.
+    checksum is damaged. So both configurations have a checksum until the old one is replaced.
     """
     (directory / SUMMARY).unlink(missing_ok=True)
-    had_sums = read_sums(directory) is not None
-    (directory / SUMS).unlink(missing_ok=True)
+    sums = {name: sha256(content) for name, content in {**attached, CONFIG: config}.items()}
+    has_sums = read_sums(directory) is not None
+    if has_sums:
+        write_sums(directory, sums, {CONFIG: sha256((directory / CONFIG).read_bytes())})
     write_atomically(directory / CONFIG, config)
-    if had_sums:
-        write_sums(
-            directory,
-            {name: sha256(content) for name, content in {**attached, CONFIG: config}.items()},
-        )
+    if has_sums:
+        write_sums(directory, sums)
 
 
 def read_names(directory: Path) -> list[str] | None:

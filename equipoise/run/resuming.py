@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 import equipoise
 from equipoise.engine.settings import Machine, Training
-from equipoise.engine.slots import frozen_digest
+from equipoise.engine.slots import frozen_digest, is_frozen_digest
 from equipoise.errors import InputError, RunError
 from equipoise.federation import Federation
 from equipoise.method import Method
@@ -74,6 +74,8 @@ def open_run(
         # of their version.
         for entry in ("module", "frozen"):
             found["resolved"].setdefault(entry, resolved.get(entry))
+        if is_frozen_digest(found["resolved"]["frozen"], module):
+            found["resolved"]["frozen"] = resolved.get("frozen")
         _keep_processes(found, config)
         longer = found["training"]["rounds"] < config["training"]["rounds"]
         if longer:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from equipoise.engine.slots import frozen_digest, slots_of
+from equipoise.engine.slots import frozen_digest, is_frozen_digest, slots_of
 from equipoise.errors import InputError, unknown
 from equipoise.run.directory import GLOBAL, read_config
 from equipoise.tree import Parts, Tree, select
@@ -89,7 +89,8 @@ class Start:
             file, recorded = path / GLOBAL, read_config(path)["resolved"].get("frozen")
             if not file.exists():
                 raise InputError(f"start: the run in {path} is not finished: it has no {GLOBAL}")
-            if recorded and (here := frozen_digest(module)) and here != recorded:
+            here = frozen_digest(module)
+            if recorded and here and not is_frozen_digest(recorded, module):
                 raise InputError(
                     f"start: the frozen tensors of the run in {path} have the hash {recorded}, "
                     f"those of the model {here}"

@@ -50,17 +50,17 @@ class Varied(LocalRule):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ({"name": "fedprox", "mu": "big"}, "method: fedprox.mu must be a number, got 'big'"),
-        ({"name": "qffl", "q": "1"}, "method: qffl.q must be a number, got '1'"),
+        ({"name": "fedprox", "mu": "big"}, "method.mu: fedprox.mu must be a number, got 'big'"),
+        ({"name": "qffl", "q": "1"}, "method.q: qffl.q must be a number, got '1'"),
         (
             {"name": "qffl", "lipschitz": "1"},
-            "method: qffl.lipschitz must be a number or None, got '1'",
+            "method.lipschitz: qffl.lipschitz must be a number or None, got '1'",
         ),
-        ({"name": "gifair", "lam": "1"}, "method: gifair.lam must be a number, got '1'"),
-        ({"name": "gifair", "exact": 1}, "method: gifair.exact must be true or false, got 1"),
-        ({"name": "fedcrc", "tau": "x"}, "method: fedcrc.tau must be a number, got 'x'"),
-        ({"name": "fedprox", "mu": None}, "method: fedprox.mu must be a number, got None"),
-        ({"name": "fedprox", "mu": True}, "method: fedprox.mu must be a number, got True"),
+        ({"name": "gifair", "lam": "1"}, "method.lam: gifair.lam must be a number, got '1'"),
+        ({"name": "gifair", "exact": 1}, "method.exact: gifair.exact must be true or false, got 1"),
+        ({"name": "fedcrc", "tau": "x"}, "method.tau: fedcrc.tau must be a number, got 'x'"),
+        ({"name": "fedprox", "mu": None}, "method.mu: fedprox.mu must be a number, got None"),
+        ({"name": "fedprox", "mu": True}, "method.mu: fedprox.mu must be a number, got True"),
         # If a part has its own check, its message is used instead of that for the type.
         (
             {"name": "fedrep", "head_epochs": 1.5},
@@ -68,11 +68,11 @@ class Varied(LocalRule):
         ),
         (
             {"name": "fedavgm", "variant": 3},
-            "^unknown fedavgm.variant 3. Valid: dampened, hsu, nesterov",
+            "^method.variant: unknown fedavgm.variant 3. Valid: dampened, hsu, nesterov",
         ),
         (
             {"name": "fedavg", "local": {"name": "fedprox", "mu": [1]}},
-            r"method.local: fedprox.mu must be a number, got \[1\]",
+            r"method.local.mu: fedprox.mu must be a number, got \[1\]",
         ),
         (
             {"name": "fedavg", "aggregation": {"name": "fedadam", "lr": "fast"}},
@@ -106,7 +106,7 @@ def test_types_are_those_of_the_annotations(option, value, wanted):
     register("varied")(Varied)
     with pytest.raises(InputError) as caught:
         build("varied", **{option: value})
-    assert str(caught.value) == f"method: varied.{option} must be {wanted}, got {value!r}"
+    assert str(caught.value) == f"method.{option}: varied.{option} must be {wanted}, got {value!r}"
 
 
 @pytest.mark.parametrize(

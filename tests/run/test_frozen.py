@@ -149,6 +149,48 @@ def test_other_frozen_weights_are_not_filled_with_a_run(tmp_path):
         load(tmp_path / "run", module=custom(seed=1))
 
 
+class Turned(nn.Module):
+    """Change the order of columns, as a buffer of integers says."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.register_buffer("order", torch.tensor(order))
+
+    def forward(self, x):
+        return x[..., self.order]
+
+
+def turned(order=tuple(range(12))[::-1]):
+    return Model(nn.Sequential(custom().features[0], Turned(order)), nn.Linear(12, 4))
+
+
+def test_other_buffers_of_integers_are_neither_resumed_nor_filled(tmp_path):
+    with pytest.raises(Stop):
+        frozen_run(tmp_path / "run", model=turned(), on_round=stop_after(2))
+    with pytest.raises(InputError, match="holds another experiment: resolved.frozen is"):
+        frozen_run(tmp_path / "run", model=turned(tuple(range(12))), resume=True)
+    frozen_run(tmp_path / "run", model=turned(), resume=True)
+    with pytest.raises(InputError, match="the frozen tensors of the model differ from those of"):
+        load(tmp_path / "run", module=turned(tuple(range(12))))
+
+
+def test_a_hash_without_buffers_of_integers_is_accepted(tmp_path):
+    """Runs of the release before have recorded it."""
+    with pytest.raises(Stop):
+        frozen_run(tmp_path / "run", model=turned(), on_round=stop_after(2))
+    config = config_of(tmp_path / "run")
+    config["resolved"]["frozen"] = frozen_digest(Model(turned().features[:1], nn.Linear(12, 4)))
+    write_config(tmp_path / "run", config)
+    (tmp_path / "run" / "SHA256SUMS").unlink()
+    frozen_run(tmp_path / "run", model=turned(), resume=True)
+    frozen_run(tmp_path / "whole", model=turned())
+    assert promised(tmp_path / "run") == promised(tmp_path / "whole")
+    x = pictures().x[:7]
+    assert torch.equal(
+        load(tmp_path / "run", module=turned())(x), load(tmp_path / "whole", module=turned())(x)
+    )
+
+
 # ---- directories of the release before -----------------------------------------------------------
 
 

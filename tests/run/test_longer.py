@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import shutil
+
 import pytest
 import yaml
 
 from equipoise import Evaluation
 from equipoise.errors import InputError
 from equipoise.optimizers import Schedule
+from equipoise.run import api
+from equipoise.run.api import read_config
+from equipoise.run.checksums import read_sums, verify
 from equipoise.run.trainer import Trainer
 from equipoise.schedules import register
 from tests.run.small import Stop, promised, rows_of, small_run, stop_after
@@ -94,6 +101,63 @@ def test_a_run_that_is_stopped_while_it_is_made_longer_can_be_resumed(at, tmp_pa
     assert not (tmp_path / "run" / "summary.json").exists()
     small_run(tmp_path / "run", **how, rounds=6, resume=True)
     assert_same(tmp_path / "run", tmp_path / "whole")
+
+
+def stop_before(monkeypatch, step):
+    """Stop before one of the steps that change files while the configuration is replaced.
+
+    A killed process leaves the same files: nothing is written or removed because of the exception.
+    """
+    real, count = api._lengthen, 0
+
+    def counted(change):
+        def stepped(*arguments, **options):
+            nonlocal count
+            count += 1
+            if count == step:
+                raise Stop
+            return change(*arguments, **options)
+
+        return stepped
+
+    def lengthen(*arguments):
+        with monkeypatch.context() as patched:
+            for name in ("fsync", "replace", "unlink"):
+                patched.setattr(os, name, counted(getattr(os, name)))
+            real(*arguments)
+
+    monkeypatch.setattr(api, "_lengthen", lengthen)
+
+
+@pytest.mark.parametrize("rounds", [3, 2], ids=["longer", "as before"])
+def test_a_run_keeps_its_checksums_wherever_its_lengthening_is_stopped(
+    rounds, tmp_path, monkeypatch
+):
+    """It is resumed with the larger number of rounds, or with that from before."""
+    small_run(tmp_path / "short", rounds=2)
+    small_run(tmp_path / "whole", rounds=rounds)
+    names = set(read_sums(tmp_path / "whole"))
+    assert {"config.yaml", "summary.json"} <= names
+    found = []
+    for step in itertools.count(1):
+        directory = tmp_path / str(step)
+        shutil.copytree(tmp_path / "short", directory)
+        with monkeypatch.context() as patched:
+            stop_before(patched, step)
+            try:
+                small_run(directory, rounds=3, resume=True)
+                break  # there are fewer steps
+            except Stop:
+                found.append(read_config(directory)["training"]["rounds"])
+        # A run is not made shorter.
+        if found[-1] <= rounds:
+            small_run(directory, rounds=rounds, resume=True)
+            assert_same(directory, tmp_path / "whole")
+            verify(directory)
+            assert set(read_sums(directory)) == names
+            lines = (directory / "SHA256SUMS").read_text().splitlines()
+            assert len(lines) == len(names), "only one configuration has a checksum"
+    assert set(found) == {2, 3}, "stopped before and after the configuration was replaced"
 
 
 def test_an_evaluated_initial_model_is_trained(tmp_path):

@@ -56,6 +56,30 @@ class Partition(Protocol):
         ...
 
 
+def check_counts(partition: Partition, *options: str) -> None:
+    """Check options of a partition that must be whole numbers of at least 1, or None by default.
+
+    Parameters
+    ----------
+    partition : Partition
+        With an attribute for each option.
+    *options : str
+        Their names.
+
+    Examples
+    --------
+    >>> from equipoise.data.partition import Iid
+    >>> check_counts(Iid(3), "clients")
+    >>> Iid(0)
+    Traceback (most recent call last):
+    equipoise.errors.InputError: clients must be a whole number of at least 1, got 0
+    """
+    for option in options:
+        value = getattr(partition, option)
+        if value is not None or getattr(type(partition), option, 1) is not None:
+            count(value, option)
+
+
 def inside_groups(
     source: Source, clients: int, min_samples: int, seed: int, divide: Divide
 ) -> Assignment:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.checks import count, flag, one_of, real
+from equipoise import checks
+from equipoise.checks import count, flag, one_of, real, several
 from equipoise.data.draws import generator
 from equipoise.data.partition.base import (
     Assignment,
     Ints,
     apportion,
+    check_counts,
     cuts,
     fill_up,
     members_by_group,
@@ -82,6 +84,31 @@ class ByGroup:
     order: Sequence[str] | None = None
     min_samples: int = 3
 
+    def __post_init__(self) -> None:
+        real(self.imbalance, "imbalance", least=1)
+        check_counts(self, "clients", "largest", "min_samples")
+        if self.clients_per_group is not None:
+            several(self.clients_per_group, "clients_per_group", count)
+            if self.clients is not None:
+                raise InputError(
+                    f"clients={self.clients} cannot be used with clients_per_group="
+                    f"{list(self.clients_per_group)}; set one of them"
+                )
+        flag(self.truncate, "truncate")
+        if self.largest is not None and not self.truncate:
+            raise InputError(
+                f"largest={self.largest} leaves out samples, which truncate=False forbids"
+            )
+        if self.ratio is not None:
+            real(self.ratio, "ratio", least=1)
+            if self.imbalance == 1:
+                raise InputError(
+                    f"ratio={self.ratio} cannot be used with imbalance=1, which means equal groups"
+                )
+        one_of(self.within, WITHIN, "within of the group partition")
+        if self.order is not None:
+            several(self.order, "order", checks.name)
+
     def assign(self, source: Source, seed: int) -> Assignment:
         """Divide the samples of ``source``. The same seed gives the same result."""
         if source.groups is None:
@@ -128,22 +155,17 @@ class ByGroup:
 
     def _step(self, ratio: float, clients: int) -> float:
         """Return the ratio of the sizes of consecutive clients of a group."""
-        one_of(self.within, WITHIN, "within of the group partition")
         if self.imbalance > 1 and self.within == "ratio":
             return ratio
         return float((self.imbalance if self.imbalance > 1 else 3) ** (1 / max(1, clients - 1)))
 
     def _kept(self, sizes: list[int], ratio: float, names: Sequence[str]) -> list[int]:
         """Return the number of samples used of each group."""
-        if not flag(self.truncate, "truncate"):
-            if self.largest is not None:
-                raise InputError(
-                    f"largest={self.largest} leaves out samples, which truncate=False forbids"
-                )
+        if not self.truncate:
             return sizes
         if self.largest is None:
             return _falling_sizes(sizes, ratio)
-        kept = [count(self.largest, "largest")]
+        kept = [self.largest]
         while len(kept) < len(sizes):
             kept.append(int(kept[-1] / ratio + 1e-9))
         for name, size, wanted in zip(names, sizes, kept, strict=True):
@@ -155,33 +177,23 @@ class ByGroup:
         return kept
 
     def _ratio(self, groups: int) -> float:
-        if real(self.imbalance, "imbalance", least=1) > 1 and groups == 1:
+        if self.imbalance > 1 and groups == 1:
             raise InputError(
                 f"imbalance={self.imbalance} needs two or more groups; the source has one"
             )
         if self.ratio is not None:
-            if self.imbalance == 1:
-                raise InputError(
-                    f"ratio={self.ratio} cannot be used with imbalance=1, which means equal groups"
-                )
-            return real(self.ratio, "ratio", least=1)
+            return float(self.ratio)
         return float(self.imbalance ** (1 / max(1, groups - 1)))
 
     def _counts(self, ratio: float, names: Sequence[str]) -> list[int]:
         falling = ratio ** np.arange(len(names) - 1, -1, -1.0)
         if self.clients_per_group is not None:
-            if self.clients is not None:
-                raise InputError(
-                    "set clients or clients_per_group of the group partition, not both"
-                )
             if len(self.clients_per_group) != len(falling):
                 raise InputError(
                     f"clients_per_group={list(self.clients_per_group)} must name one number for "
                     f"each of the {len(falling)} groups {', '.join(names)}"
                 )
-            return [
-                count(clients, "each of clients_per_group") for clients in self.clients_per_group
-            ]
+            return list(self.clients_per_group)
         if self.clients is not None:
             return apportion(self.clients, falling)
         return (

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.checks import count, real
+from equipoise.checks import real
 from equipoise.data.draws import generator
-from equipoise.data.partition.base import Assignment, Ints, labels_of
+from equipoise.data.partition.base import Assignment, Ints, check_counts, labels_of
 from equipoise.data.source import Source
 from equipoise.errors import InputError
 
@@ -57,17 +57,19 @@ class Skewed:
     classes: int = 5
     images: int = 100
 
+    def __post_init__(self) -> None:
+        real(self.scale, "scale")
+        check_counts(self, "clients", "classes", "images")
+
     def assign(self, source: Source, seed: int) -> Assignment:
         """Divide the samples of ``source``. The same seed gives the same result."""
         labels, total = _labels_without_groups(source, "skewed"), source.classes or 0
-        if count(self.classes, "classes") > total:
+        if self.classes > total:
             raise InputError(
                 f"classes={self.classes} per client is more than the {total} of source "
                 f"{source.name!r}"
             )
-        classes_of = (
-            np.arange(count(self.clients, "clients"))[:, None] + np.arange(self.classes)
-        ) % total
+        classes_of = (np.arange(self.clients)[:, None] + np.arange(self.classes)) % total
         holders = np.bincount(classes_of.flatten(), minlength=total)
         available = np.bincount(labels, minlength=total)
 
@@ -77,7 +79,7 @@ class Skewed:
         _check_scale(
             self.scale,
             fits,
-            least=1 / count(self.images, "images"),
+            least=1 / self.images,
             where=f"source {source.name!r}",
         )
         draws, size = generator(seed, "partition"), round(self.images * self.scale)
@@ -125,6 +127,9 @@ class ThreeGroups:
 
     scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        real(self.scale, "scale")
+
     def assign(self, source: Source, seed: int) -> Assignment:
         """Divide the samples of ``source``. The same seed gives the same result."""
         labels = _labels_without_groups(source, "threegroups")
@@ -168,7 +173,7 @@ def _kinds_wanted(scale: float, available: Ints) -> Ints:
 
 
 def _check_scale(scale: float, fits: Callable[[float], bool], *, least: float, where: str) -> None:
-    if real(scale, "scale") < least:
+    if scale < least:
         raise InputError(f"scale={scale} leaves clients too few images; valid: from {least:g} on")
     if not fits(scale):
         smaller = [

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.data.partition.base import Assignment, Ints, inside_groups
+from equipoise.data.partition.base import Assignment, Ints, check_counts, inside_groups
 from equipoise.data.source import Source
 
 
@@ -31,6 +31,9 @@ class Iid:
 
     clients: int
     min_samples: int = 3
+
+    def __post_init__(self) -> None:
+        check_counts(self, "clients", "min_samples")
 
     def assign(self, source: Source, seed: int) -> Assignment:
         """Divide the samples of ``source``. The same seed gives the same result."""

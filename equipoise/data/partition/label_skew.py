@@ -8,8 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from equipoise.checks import count, flag, real
-from equipoise.data.partition.base import Assignment, Ints, cuts, fill_up, inside_groups, labels_of
+from equipoise.checks import flag, real
+from equipoise.data.partition.base import (
+    Assignment,
+    Ints,
+    check_counts,
+    cuts,
+    fill_up,
+    inside_groups,
+    labels_of,
+)
 from equipoise.data.source import Source
 from equipoise.errors import InputError
 
@@ -54,9 +62,14 @@ class Dirichlet:
     equal: bool = False
     min_samples: int = 3
 
+    def __post_init__(self) -> None:
+        check_counts(self, "clients", "min_samples")
+        real(self.beta, "beta")
+        flag(self.equal, "equal")
+
     def assign(self, source: Source, seed: int) -> Assignment:
         """Divide the samples of ``source``. The same seed gives the same result."""
-        beta, labels = real(self.beta, "beta"), labels_of(source, "dirichlet")
+        beta, labels = float(self.beta), labels_of(source, "dirichlet")
 
         def by_class(samples: Ints, draws: np.random.Generator) -> Iterator[Ints]:
             return (
@@ -91,7 +104,7 @@ class Dirichlet:
                 left -= taken
             return held
 
-        divide = fill_clients if flag(self.equal, "equal") else share_classes
+        divide = fill_clients if self.equal else share_classes
         return inside_groups(source, self.clients, self.min_samples, seed, divide)
 
 
@@ -123,11 +136,14 @@ class ClassesPerClient:
     classes: int
     min_samples: int = 3
 
+    def __post_init__(self) -> None:
+        check_counts(self, "clients", "classes", "min_samples")
+
     def assign(self, source: Source, seed: int) -> Assignment:
         """Divide the samples of ``source``. The same seed gives the same result."""
         labels = labels_of(source, "classes")
         total = source.classes or 0
-        if count(self.classes, "classes") > total:
+        if self.classes > total:
             raise InputError(
                 f"classes={self.classes} per client is more than the {total} of source "
                 f"{source.name!r}"

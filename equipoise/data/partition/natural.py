@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from equipoise.checks import count
-from equipoise.data.partition.base import Assignment, groups_of
+from equipoise.data.partition.base import Assignment, check_counts, groups_of
 from equipoise.data.source import Source
 from equipoise.errors import InputError
 
@@ -32,6 +31,9 @@ class Natural:
 
     min_samples: int = 3
 
+    def __post_init__(self) -> None:
+        check_counts(self, "min_samples")
+
     def assign(self, source: Source, seed: int) -> Assignment:
         """Divide the samples of ``source``. Nothing is drawn, so the seed is ignored."""
         if source.ids is None:
@@ -43,7 +45,7 @@ class Natural:
             source.ids, return_index=True, return_inverse=True, return_counts=True
         )
         held = np.split(np.argsort(holder, kind="stable"), np.cumsum(sizes)[:-1])
-        kept = np.flatnonzero(sizes >= count(self.min_samples, "min_samples"))
+        kept = np.flatnonzero(sizes >= self.min_samples)
         if not kept.size:
             raise InputError(
                 f"no client of source {source.name!r} holds min_samples={self.min_samples} "

@@ -57,15 +57,26 @@ def test_skewed_with_other_numbers():
         ),
         (Skewed(0.07), "the largest that fits is scale=0.065"),
         (Skewed(0.001), "scale=0.001 leaves clients too few images; valid: from 0.01 on"),
-        (Skewed(0), "scale must be a finite number above 0, got 0"),
         (Skewed(classes=11), "classes=11 per client is more than the 10 of source 'custom'"),
-        (Skewed(clients=0), "clients must be a whole number of at least 1, got 0"),
         (ThreeGroups(), "needs 62 classes in the order 0-9A-Za-z, source 'custom' has 10"),
     ],
 )
 def test_what_cannot_be_met_is_refused(partition, message):
     with pytest.raises(InputError, match=message):
         partition.assign(labelled(np.repeat(np.arange(10), 300), classes=10), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (Skewed, {"scale": 0}, "scale must be a finite number above 0, got 0"),
+        (Skewed, {"clients": 0}, "clients must be a whole number of at least 1, got 0"),
+        (ThreeGroups, {"scale": "all"}, "scale must be a finite number above 0, got 'all'"),
+    ],
+)
+def test_options_are_refused(kind, options, message):
+    with pytest.raises(InputError, match=message):
+        kind(**options)
 
 
 @pytest.mark.parametrize("partition", [Skewed(0.01), ThreeGroups(0.01)])

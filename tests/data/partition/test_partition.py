@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -358,23 +359,47 @@ MIXED = Source(
 
 
 @pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Iid(0), "clients must be a whole number of at least 1, got 0"),
+        (lambda: Iid(2.5), "clients must be a whole number of at least 1, got 2.5"),  # type: ignore[arg-type]
+        (lambda: Iid(5, min_samples=0), "min_samples must be a whole number of at least 1, got 0"),
+        (lambda: Dirichlet(5, 0), "beta must be a finite number above 0, got 0"),
+        (lambda: Dirichlet(5, float("nan")), "beta must be a finite number above 0, got nan"),
+        (lambda: Dirichlet(5, "much"), "beta must be a finite number above 0, got 'much'"),  # type: ignore[arg-type]
+        (lambda: Dirichlet(5, 1.0, equal="no"), "equal must be true or false, got 'no'"),  # type: ignore[arg-type]
+        (lambda: ByGroup(2, truncate="no"), "truncate must be true or false, got 'no'"),  # type: ignore[arg-type]
+        (lambda: ClassesPerClient(5, 0), "classes must be a whole number of at least 1, got 0"),
+        (lambda: ByGroup(0.5), "imbalance must be a finite number of at least 1, got 0.5"),
+        (lambda: ByGroup(5, ratio=0.5), "ratio must be a finite number of at least 1, got 0.5"),
+        (lambda: ByGroup(1, ratio=1.5), "cannot be used with imbalance=1"),
+        (lambda: ByGroup(5, largest=0), "largest must be a whole number of at least 1, got 0"),
+        (lambda: ByGroup(2, largest=9, truncate=False), "which truncate=False forbids"),
+        (lambda: ByGroup(2, within="rato"), "did you mean 'ratio'"),
+        (
+            lambda: ByGroup(5, clients=4, clients_per_group=(2, 2)),
+            "clients=4 cannot be used with clients_per_group",
+        ),
+        (
+            lambda: ByGroup(5, clients_per_group=(2, 0)),
+            "each of clients_per_group must be a whole number of at least 1, got 0",
+        ),
+    ],
+)
+def test_refuses_options(make: Callable[[], Partition], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
     ("partition", "source", "message"),
     [
-        (Iid(0), plain(), "clients must be a whole number of at least 1, got 0"),
-        (Iid(2.5), plain(), "clients must be a whole number of at least 1, got 2.5"),  # type: ignore[arg-type]
         (Iid(201, min_samples=1), plain(200), "200 samples, too few for 201 clients"),
         (Iid(100), plain(200), "min_samples=3"),
-        (Iid(5, min_samples=0), plain(), "min_samples must be a whole number of at least 1, got 0"),
         (Iid(2), grouped(50, 50, 50), "fewer than the 3 groups"),
         (Iid(3), grouped(50, 2), "group 'b' has 2 samples"),
-        (Dirichlet(5, 0), plain(), "beta must be a finite number above 0, got 0"),
-        (Dirichlet(5, float("nan")), plain(), "beta must be a finite number above 0, got nan"),
-        (Dirichlet(5, "much"), plain(), "beta must be a finite number above 0, got 'much'"),  # type: ignore[arg-type]
         (Dirichlet(5, 1.0), REGRESSION, "needs one label per sample"),
-        (Dirichlet(5, 1.0, equal="no"), plain(), "equal must be true or false, got 'no'"),  # type: ignore[arg-type]
-        (ByGroup(2, truncate="no"), grouped(40, 40), "truncate must be true or false, got 'no'"),  # type: ignore[arg-type]
         (ClassesPerClient(5, 11), plain(), "more than the 10"),
-        (ClassesPerClient(5, 0), plain(), "classes must be a whole number of at least 1, got 0"),
         (ClassesPerClient(5, 2), plain(), "none of clients 0 to 4 would hold class 6"),
         (
             ClassesPerClient(10, 1),
@@ -382,19 +407,7 @@ MIXED = Source(
             "client 1 would hold 1 samples of its 1 classes, fewer than min_samples=3",
         ),
         (ByGroup(5), plain(), "no groups"),
-        (ByGroup(0.5), grouped(50, 50), "imbalance must be a finite number of at least 1, got 0.5"),
         (ByGroup(5), grouped(50), "two or more groups"),
-        (
-            ByGroup(5, ratio=0.5),
-            grouped(50, 50),
-            "ratio must be a finite number of at least 1, got 0.5",
-        ),
-        (ByGroup(1, ratio=1.5), grouped(50, 50), "cannot be used with imbalance=1"),
-        (
-            ByGroup(5, largest=0),
-            grouped(50, 50),
-            "largest must be a whole number of at least 1, got 0",
-        ),
         (
             ByGroup(2, largest=60),
             grouped(50, 50),
@@ -405,21 +418,13 @@ MIXED = Source(
             grouped(50, 20),
             "group 'b' has 20 samples, but largest=50 needs 25 of it",
         ),
-        (ByGroup(2, largest=9, truncate=False), grouped(50, 50), "which truncate=False forbids"),
-        (ByGroup(2, within="rato"), grouped(50, 50), "did you mean 'ratio'"),
         (
             ByGroup(2, order=("a", "c")),
             grouped(50, 50),
             r"order=\['a', 'c'\] must name each of the groups a, b once",
         ),
         (ByGroup(5, clients=1), grouped(50, 50), "fewer than the 2 groups"),
-        (ByGroup(5, clients=4, clients_per_group=(2, 2)), grouped(50, 50), "not both"),
         (ByGroup(5, clients_per_group=(2,)), grouped(50, 50), "each of the 2 groups a, b"),
-        (
-            ByGroup(5, clients_per_group=(2, 0)),
-            grouped(50, 50),
-            "each of clients_per_group must be a whole number of at least 1, got 0",
-        ),
         (ByGroup(40), grouped(50, 50), "group 'a' has 50 samples, too few for 40 clients"),
         (Natural(), plain(), "has no client ids"),
         (Natural(), MIXED, "client 1 of source 'custom' has samples in groups a and b"),
