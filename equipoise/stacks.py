@@ -50,8 +50,10 @@ def weighted_sums(stacks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
     >>> weighted_sums([torch.tensor([[1.0], [3.0], [torch.inf]])], torch.tensor([0.25, 0.75, 0.0]))
     [tensor([2.5000])]
     """
-    fits = bool(stacks) and all(stack.shape[:1] == weights.shape for stack in stacks)
-    if fits and (kernels := _serving(stacks, _ADDED)) is not None:
+    for stack in stacks:
+        if len(stack) != len(weights):
+            raise IndexError(f"there are {len(weights)} weights for a stack of {len(stack)} clients")
+    if stacks and (kernels := _serving(stacks, _ADDED)) is not None:
         totals = kernels.weighted_sums([_in_rows(stack) for stack in stacks], weights)
         return [total.view(stack.shape[1:]) for total, stack in zip(totals, stacks, strict=True)]
     counted = weights.nonzero().flatten()
