@@ -52,7 +52,9 @@ def weighted_sums(stacks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
     """
     for stack in stacks:
         if len(stack) != len(weights):
-            raise IndexError(f"there are {len(weights)} weights for a stack of {len(stack)} clients")
+            raise IndexError(
+                f"there are {len(weights)} weights for a stack of {len(stack)} clients"
+            )
     if stacks and (kernels := _serving(stacks, _ADDED)) is not None:
         totals = kernels.weighted_sums([_in_rows(stack) for stack in stacks], weights)
         return [total.view(stack.shape[1:]) for total, stack in zip(totals, stacks, strict=True)]
