@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 # With more rows of input than this the arithmetic takes longer than reading the weights.
-MOST_ROWS = 32
+_MOST_ROWS = 32
 # Weights of a client from which on these kernels are used, and the shortest rows of weights.
 # Smaller products do not give a GPU enough work of this kind.
 _FEWEST, _SHORTEST = 1 << 16, 1024
@@ -130,8 +130,24 @@ def _multiply_back(
     tl.store(own + sample[:, None] * columns + column[None, :], total, mask=exists & inside)
 
 
+def pay_for(samples: int, rows: int, columns: int) -> bool:
+    """Return whether the kernels are faster than PyTorch's for a client's batch and weights.
+
+    Examples
+    --------
+    >>> pay_for(10, 128, 4096), pay_for(100, 128, 4096), pay_for(10, 128, 64)
+    (True, False, False)
+    """
+    return (
+        0 < samples <= _MOST_ROWS
+        and columns >= _SHORTEST
+        # Places in a client's weights are numbers of 32 bits.
+        and _FEWEST <= rows * columns < 1 << 31
+    )
+
+
 def fit(batch: Tensor, weight: Tensor, precision: str) -> bool:
-    """Return whether the kernels can multiply a batch by weights, and should.
+    """Return whether the kernels can multiply stacked batches by weights, and are faster.
 
     Parameters
     ----------
@@ -148,15 +164,11 @@ def fit(batch: Tensor, weight: Tensor, precision: str) -> bool:
     >>> fit(batch, weight, "ieee"), fit(batch.repeat(1, 9, 1), weight, "ieee")
     (True, False)
     """
-    _, rows, columns = weight.shape
     return (
         precision in _ARITHMETIC
         and batch.dtype == weight.dtype == torch.float32
         and weight.is_contiguous()
-        and 0 < batch.shape[1] <= MOST_ROWS
-        and columns >= _SHORTEST
-        # Places in a client's weights are numbers of 32 bits.
-        and _FEWEST <= rows * columns < 1 << 31
+        and pay_for(batch.shape[1], *weight.shape[1:])
     )
 
 

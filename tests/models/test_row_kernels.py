@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="needs Triton, which is not made for this s
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU that PyTorch can use, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from equipoise.models import factored, row_kernels
+from equipoise.models import factored, layers, row_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLIENTS = 2
@@ -143,6 +143,23 @@ def test_gradients_of_a_layer_are_those_of_pytorch(biased, launched):
     of_found, of_wanted = (torch.autograd.grad(y.square().sum(), leaves) for y in (found, wanted))
     for own, other in zip(of_found, of_wanted, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-3)
+    assert launched == ["multiply", "multiply_back"]
+
+
+def test_layers_whose_gradients_are_no_factors_use_the_kernels_too(launched, monkeypatch):
+    x, weight, bias, _ = given(5, 6, 70)
+    leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+
+    def gradients(linear):
+        return torch.autograd.grad(vmap(linear)(*leaves).square().sum(), leaves)
+
+    own = gradients(layers._product)
+    assert launched == []
+    monkeypatch.setattr(layers, "_stacked_on_gpu", lambda x: True)
+    monkeypatch.setattr(layers, "_module_with_triton", lambda name, device: row_kernels)
+    for found, wanted in zip(gradients(layers._product), own, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+        assert found.stride() == wanted.stride()
     assert launched == ["multiply", "multiply_back"]
 
 
