@@ -21,10 +21,11 @@ _MOST_ROWS = 32
 # Smaller products do not give a GPU enough work of this kind.
 _FEWEST, _SHORTEST = 1 << 16, 1024
 # Rows and columns of the weights that a program reads at a time.
-_FORWARD = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 3}
-_BACKWARD = {"ROWS": 32, "COLUMNS": 128, "num_warps": 4, "num_stages": 3}
-# Columns that one program of a forward product adds up, and elements that one adds pieces of.
-_PIECE, _BLOCK = 896, 256
+_FORWARD = {"ROWS": 64, "COLUMNS": 32, "num_warps": 4, "num_stages": 4}
+_BACKWARD = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4, "num_stages": 4}
+# Columns of a piece that one program of a forward product adds up, a multiple of those above; and
+# results whose pieces one program adds.
+_PIECE, _BLOCK = 896, 128
 # How products are made, by the precision that is asked for. Memory is the limit, so TF32 need not
 # be less accurate: three TF32 products of parts of the factors are as accurate as one in float32.
 _ARITHMETIC = {"ieee": "ieee", "split": "tf32x3", "tf32": "tf32x3"}
@@ -52,10 +53,10 @@ def _multiply(
     client = (tl.program_id(0) // (tiles * pieces)).to(tl.int64)
     # Neighbouring programs read the same part of the batch.
     tile, piece = tl.program_id(0) % tiles, tl.program_id(0) // tiles % pieces
-    row, sample = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, SAMPLES)
-    along = tl.arange(0, COLUMNS)
+    row, along = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    sample = tl.arange(0, SAMPLES).to(tl.int64)
     row_inside, exists = row < rows, sample < samples
-    values = x + client * x_client + sample.to(tl.int64)[:, None] * x_sample + along[None, :]
+    values = x + client * x_client + sample[:, None] * x_sample + along[None, :]
     factors = weight + client * rows * columns + row[:, None] * columns + along[None, :]
     first = piece * PIECE
     total = tl.zeros((SAMPLES, ROWS), dtype=tl.float32)
@@ -116,9 +117,9 @@ def _multiply_back(
     """Write some columns of the gradient by a client's batch."""
     client = (tl.program_id(0) // tiles).to(tl.int64)
     column = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
-    sample, down = tl.arange(0, SAMPLES), tl.arange(0, ROWS)
+    sample, down = tl.arange(0, SAMPLES).to(tl.int64), tl.arange(0, ROWS)
     exists, inside = (sample < samples)[:, None], (column < columns)[None, :]
-    changes = upper + client * u_client + sample.to(tl.int64)[:, None] * u_sample + down[None, :]
+    changes = upper + client * u_client + sample[:, None] * u_sample + down[None, :]
     factors = weight + client * rows * columns + down[:, None] * columns + column[None, :]
     total = tl.zeros((SAMPLES, COLUMNS), dtype=tl.float32)
     for done in range(0, rows, ROWS):
