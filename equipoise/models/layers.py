@@ -478,7 +478,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, *, factored: bool =
 
 
 def _has_few_rows(x: Tensor, weight: Tensor) -> bool:
-    """Return whether a batch has so few rows that there are faster kernels than PyTorch's."""
+    """Return whether a batch has so few rows that there are kernels for it, in float32."""
     in_float32 = x.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
     if not in_float32 or not _stacked_on_gpu(x):
         return False

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# With more rows of input than this the arithmetic takes longer than reading the weights.
+# A program multiplies its weights by all rows of a client's batch at once. There may be this many.
 _MOST_ROWS = 32
-# Weights of a client from which on these kernels are used, and the shortest rows of weights.
-# Smaller products do not give a GPU enough work of this kind.
+# Weights of a client from which on these kernels are used, and the shortest rows of weights. The
+# work is cut along these rows, so short ones leave a GPU idle.
 _FEWEST, _SHORTEST = 1 << 16, 1024
 # Rows and columns of the weights that a program reads at a time.
 _FORWARD = {"ROWS": 64, "COLUMNS": 32, "num_warps": 4, "num_stages": 4}
@@ -132,7 +132,7 @@ def _multiply_back(
 
 
 def pay_for(samples: int, rows: int, columns: int) -> bool:
-    """Return whether the kernels are faster than PyTorch's for a client's batch and weights.
+    """Return whether the kernels are meant for a client's batch and weights of these sizes.
 
     Examples
     --------
@@ -142,13 +142,13 @@ def pay_for(samples: int, rows: int, columns: int) -> bool:
     return (
         0 < samples <= _MOST_ROWS
         and columns >= _SHORTEST
-        # Places in a client's weights are numbers of 32 bits.
-        and _FEWEST <= rows * columns < 1 << 31
+        # Places in a client's weights, and in tiles beyond their end, are numbers of 32 bits.
+        and _FEWEST <= rows * columns < 1 << 30
     )
 
 
 def fit(batch: Tensor, weight: Tensor, precision: str) -> bool:
-    """Return whether the kernels can multiply stacked batches by weights, and are faster.
+    """Return whether the kernels can multiply stacked batches by weights, and are meant for them.
 
     Parameters
     ----------
