@@ -19,6 +19,7 @@ _WITH_TRITON = (
     "lstm_kernels",
     "norm_kernels",
     "products",
+    "row_kernels",
     "stack_kernels",
     "update_kernels",
 )

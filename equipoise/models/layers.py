@@ -471,9 +471,19 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, *, factored: bool =
     if torch.is_autocast_enabled("cuda"):
         lowered = torch.get_autocast_dtype("cuda")
         given = tuple(None if tensor is None else tensor.to(lowered) for tensor in given)
-    multiply = import_module("equipoise.models.factored").product if factored else _Product.apply
+    ours = factored or _has_few_rows(x, weight)
+    multiply = import_module("equipoise.models.factored").product if ours else _Product.apply
     made: Tensor = multiply(*given)
     return made
+
+
+def _has_few_rows(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a batch has so few rows that there are kernels for it, in float32."""
+    in_float32 = x.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
+    if not in_float32 or not _stacked_on_gpu(x):
+        return False
+    kernels = _module_with_triton("row_kernels", x.device)
+    return kernels is not None and kernels.pay_for(len(x), *weight.shape)
 
 
 class _Product(torch.autograd.Function):

@@ -160,6 +160,16 @@ def test_only_float32_and_few_samples_have_factors(monkeypatch):
     assert all(isinstance(each, Tensor) for each in gradients(loss)[1][1])
 
 
+@pytest.mark.parametrize("few", [SAMPLES, SAMPLES - 1])
+@pytest.mark.parametrize("precision", ["tf32", "split", "bfloat16"])
+def test_factors_of_few_rows_are_multiplied_in_float32(precision, few, monkeypatch):
+    monkeypatch.setattr(factored, "precision_on", lambda device: precision)
+    monkeypatch.setattr(factored, "_FEW_ROWS", few)
+    _, found = gradients(lambda x, first, second: of_sum(product(product(x, first), second)))
+    wanted = "ieee" if precision != "bfloat16" and few == SAMPLES else precision
+    assert [each.precision for each in found[1]] == [wanted, wanted]
+
+
 def test_weights_that_are_lowered_have_factors():
     def loss(x, first, second):
         return of_sum(product(x.bfloat16(), first.bfloat16()).float()) + of_sum(second)
