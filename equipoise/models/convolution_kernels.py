@@ -381,7 +381,8 @@ def weight_sums(
     if CHANNELS % M == 0:
         # The whole tile is at one place of the kernel.
         place = first // CHANNELS
-        channel = (first % CHANNELS + tl.arange(0, M))[None, :]
+        # Multiplied last, so that the compiler knows a multiple of M and loads several at once.
+        channel = (first // M % (CHANNELS // M) * M + tl.arange(0, M))[None, :]
     else:
         place = (entry // CHANNELS)[None, :]
         channel = (entry % CHANNELS)[None, :]
