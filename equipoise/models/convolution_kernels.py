@@ -264,10 +264,10 @@ def _first_part(x: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def _two_parts(x: tl.tensor) -> tl.tuple:
-    """Cut a number after 8 bits, and round the rest to bfloat16.
+    """Cut a number after 8 bits, which bfloat16 holds, and round the rest to bfloat16.
 
-    The first part converts to bfloat16 exactly. Conversions that only remove zeros are made two
-    at a time. Those of ``_first_part`` are not, because their results are needed singly too.
+    A GPU makes both conversions for two numbers at a time. Those of ``_first_part`` it makes
+    singly, because it also converts their results back.
     """
     x = x.to(tl.float32)
     first = (x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
@@ -381,8 +381,9 @@ def weight_sums(
     if CHANNELS % M == 0:
         # The whole tile is at one place of the kernel.
         place = first // CHANNELS
-        # Multiplied last, so that the compiler knows a multiple of M and loads several at once.
-        channel = (first // M % (CHANNELS // M) * M + tl.arange(0, M))[None, :]
+        # Only after the multiplication the compiler knows a multiple of M, and that it may load
+        # several neighbours at once.
+        channel = (first % CHANNELS // M * M + tl.arange(0, M))[None, :]
     else:
         place = (entry // CHANNELS)[None, :]
         channel = (entry % CHANNELS)[None, :]
