@@ -136,10 +136,11 @@ def test_precisions(precision, relu):
         assert_near(own, other, ERROR[precision])
 
 
-def weight_gradients(x, upper):
-    """Weight gradients of 3 x 3 kernels in TF32, and those of PyTorch in float64."""
-    geometry = Geometry(padding=(1, 1))
-    found, _ = convolutions.weight_gradient(x, upper, (3, 3), geometry, "tf32", biased=False)
+def weight_gradients(x, upper, precision="tf32", **options):
+    """Weight gradients of 3 x 3 kernels, and those of PyTorch in float64."""
+    found, _ = convolutions.weight_gradient(
+        x, upper, (3, 3), Geometry(padding=(1, 1)), precision, biased=False, **options
+    )
     return found, in_float64(x, upper)
 
 
@@ -204,6 +205,11 @@ def test_a_weight_gradient_in_tf32_has_the_same_bits_alone_and_in_a_stack():
     for client in range(3):
         alone, _ = weight_gradients(x[client : client + 1], upper[client : client + 1])
         assert torch.equal(alone[0], together[client])
+
+
+def test_a_weight_gradient_of_several_tiles_at_one_place_of_the_kernel():
+    x, upper = normal(1, 1, 48, 3, 4), normal(1, 1, 3, 3, 4, seed=1)
+    assert_near(*weight_gradients(x, upper, "ieee", tile=Tile(16, 16, 16, 1, 1), piece=16))
 
 
 def test_images_may_lie_in_any_order():
