@@ -15,6 +15,8 @@ from equipoise.models.kernel_tools import rounded
 # by division. If the compiler knows that the number is small, it divides in 8 bits, two numbers at
 # a time, and results were wrong on an H200 (Triton 3.6).
 ORIGIN = 0
+# How numbers are divided into two parts for TF32: by cutting off bits, or else by rounding.
+CUT = tl.constexpr(True)
 
 
 @triton.jit
@@ -261,11 +263,35 @@ def _first_part(x: tl.tensor) -> tl.tuple:
 
 
 @triton.jit
+def _two_parts(x: tl.tensor) -> tl.tuple:
+    """Cut a number after 8 bits, which bfloat16 holds, and round the rest to bfloat16.
+
+    A GPU makes both conversions for two numbers at a time. Those of ``_first_part`` it makes
+    singly, because it also converts their results back.
+    """
+    x = x.to(tl.float32)
+    first = (x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+    # Not a number if x is infinite or not a number, so the sum will not be a number either.
+    return first.to(tl.bfloat16), (x - first).to(tl.bfloat16)
+
+
+@triton.jit
 def add_products(
     total: tl.tensor, values: tl.tensor, change: tl.tensor, PRECISION: tl.constexpr
 ) -> tl.tensor:
     """Add the product of the transpose of ``values`` and ``change``, both ``[summed, ...]``."""
-    if PRECISION == "split" or PRECISION == "tf32":
+    if PRECISION == "tf32" and CUT:
+        # Only 16-bit factors can be transposed on their way to the tensor cores. Two parts hold
+        # 16 bits of a number, 5 more than TF32. The product of the second parts is left out: it is
+        # below 2^-14 of the product, and 2^-17 on average. A single product of float16 factors has
+        # the precision of TF32 too, but their range needs a scale from the largest of the numbers
+        # that are summed, and to find that takes more instructions than the parts do.
+        left, left_rest = _two_parts(values)
+        right, right_rest = _two_parts(change)
+        total = tl.dot(tl.trans(left_rest), right, total)
+        total = tl.dot(tl.trans(left), right_rest, total)
+        total = tl.dot(tl.trans(left), right, total)
+    elif PRECISION == "split" or PRECISION == "tf32":
         # Only 16-bit factors can be transposed on their way to the tensor cores. The first two
         # parts of a number hold 16 bits of it, more than TF32 does; all three hold 24.
         left, left_rest = _first_part(values)
@@ -290,9 +316,11 @@ def add_products(
 @triton.jit
 def _place_of(pixel: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tuple:
     """Say of which sample, row and column pixels are that are counted through all samples."""
-    sample = (pixel // (ROWS * COLUMNS)).to(tl.int64)
-    row, column = pixel % (ROWS * COLUMNS) // COLUMNS, pixel % COLUMNS
-    return sample[:, None], row[:, None], column[:, None]
+    # Numbers are not negative, and unsigned ones are divided in fewer instructions.
+    rows = pixel.to(tl.uint32) // COLUMNS
+    sample, column = rows // ROWS, pixel - (rows * COLUMNS).to(tl.int32)
+    row = (rows - sample * ROWS).to(tl.int32)
+    return sample.to(tl.int64)[:, None], row[:, None], column[:, None]
 
 
 @triton.jit(do_not_specialize=["tiles", "pixels", "length", "origin"])
@@ -353,7 +381,9 @@ def weight_sums(
     if CHANNELS % M == 0:
         # The whole tile is at one place of the kernel.
         place = first // CHANNELS
-        channel = (first % CHANNELS + tl.arange(0, M))[None, :]
+        # Only after the multiplication the compiler knows a multiple of M, and that it may load
+        # several neighbours at once.
+        channel = (first % CHANNELS // M * M + tl.arange(0, M))[None, :]
     else:
         place = (entry // CHANNELS)[None, :]
         channel = (entry % CHANNELS)[None, :]
@@ -371,15 +401,20 @@ def weight_sums(
         sample, row, column = _place_of(pixel, ROWS, COLUMNS)
         exists = (pixel < end)[:, None]
         top, left = row * STRIDE_DOWN, column * STRIDE_ACROSS
-        inside = exists & (top + down >= 0) & (top + down < HEIGHT)
-        inside &= (left + across >= 0) & (left + across < WIDTH)
+        inside = exists
+        # Without padding all pixels are inside. A negative number is large if taken as unsigned.
+        if PADDING_DOWN > 0:
+            inside = inside & ((top + down).to(tl.uint32) < HEIGHT)
+        if PADDING_ACROSS > 0:
+            inside = inside & ((left + across).to(tl.uint32) < WIDTH)
         if ALL % M != 0:
             inside = inside & here
+        # Places within an image are added in 32 bits, which they fit.
         values = tl.load(
-            images + (sample * x_sample + top * x_row + left * x_column), mask=inside, other=0.0
+            images + (sample * x_sample + (top * x_row + left * x_column)), mask=inside, other=0.0
         )
         change = tl.load(
-            changes + (sample * u_sample + row * u_row + column * u_column),
+            changes + (sample * u_sample + (row * u_row + column * u_column)),
             mask=exists & wanted,
             other=0.0,
         )

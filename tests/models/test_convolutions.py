@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import grad, vmap
+from torch.nn.grad import conv2d_weight
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from equipoise import tasks
@@ -133,6 +134,82 @@ def test_precisions(precision, relu):
     assert found[0].dtype == (torch.bfloat16 if precision == "bfloat16" else torch.float32)
     for own, other in zip(found, wanted, strict=True):
         assert_near(own, other, ERROR[precision])
+
+
+def weight_gradients(x, upper, precision="tf32", **options):
+    """Weight gradients of 3 x 3 kernels, and those of PyTorch in float64."""
+    found, _ = convolutions.weight_gradient(
+        x, upper, (3, 3), Geometry(padding=(1, 1)), precision, biased=False, **options
+    )
+    return found, in_float64(x, upper)
+
+
+def in_float64(x, upper):
+    pairs = zip(x.double(), upper.double(), strict=True)
+    size = upper.shape[2], x.shape[2], 3, 3
+    return torch.stack([conv2d_weight(a, size, b, padding=1) for a, b in pairs])
+
+
+def in_tf32(x):
+    """Round to 11 bits, as TF32 does."""
+    fraction, exponent = torch.frexp(x)
+    return torch.ldexp((fraction * 2**11).round() / 2**11, exponent)
+
+
+def relative_errors(found, wanted):
+    """The error of each kernel over its norm."""
+    difference = (found.double() - wanted).flatten(-2).norm(dim=-1)
+    return difference / wanted.flatten(-2).norm(dim=-1)
+
+
+@pytest.mark.parametrize("same_size", [True, False])
+def test_a_weight_gradient_is_more_accurate_than_tf32(same_size):
+    x, upper = normal(2, 3, 5, 6, 6), normal(2, 3, 4, 6, 6, seed=1)
+    if not same_size:
+        # One channel, and one result, is much larger than the others.
+        x = x * torch.tensor([1e-30, 1.0, 1e30, 1e-12, 1.0], device=DEVICE).view(5, 1, 1)
+        upper = upper * torch.tensor([1e-6, 1.0, 1e6, 1e-3], device=DEVICE).view(4, 1, 1)
+    found, wanted = weight_gradients(x, upper)
+    errors = relative_errors(found, wanted)
+    assert errors.max() <= 1e-4
+    assert (
+        errors.mean() < 0.1 * relative_errors(in_float64(in_tf32(x), in_tf32(upper)), wanted).mean()
+    )
+
+
+def test_a_weight_gradient_in_tf32_of_numbers_within_a_sum():
+    # A sum has a large number and many that are far smaller.
+    x, upper = normal(1, 3, 4, 6, 6), normal(1, 3, 4, 6, 6, seed=1)
+    x[:, 0, :, 0, 0] *= 2.0**20
+    assert relative_errors(*weight_gradients(x, upper)).max() <= 1e-4
+    x[:] = 0
+    assert not weight_gradients(x, upper)[0].any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("which", ["x", "upper"])
+def test_a_weight_gradient_in_tf32_of_what_is_not_finite(which, number):
+    x, upper = normal(2, 2, 4, 4, 4), normal(2, 2, 5, 4, 4, seed=1)
+    # All places of a kernel read this pixel.
+    (x if which == "x" else upper)[1, 0, 2, 1, 2] = number
+    found, _ = weight_gradients(x, upper)
+    reached = torch.zeros(found.shape, dtype=torch.bool, device=DEVICE)
+    (reached[1, :, 2] if which == "x" else reached[1, 2])[:] = True
+    assert torch.equal(~found.isfinite(), reached)
+
+
+def test_a_weight_gradient_in_tf32_has_the_same_bits_alone_and_in_a_stack():
+    x, upper = normal(3, 2, 4, 5, 5), normal(3, 2, 5, 5, 5, seed=1)
+    together, _ = weight_gradients(x, upper)
+    for client in range(3):
+        alone, _ = weight_gradients(x[client : client + 1], upper[client : client + 1])
+        assert torch.equal(alone[0], together[client])
+
+
+def test_a_weight_gradient_of_several_tiles_at_one_place_of_the_kernel():
+    x, upper = normal(1, 1, 48, 3, 4), normal(1, 1, 3, 3, 4, seed=1)
+    assert_near(*weight_gradients(x, upper, "ieee", tile=Tile(16, 16, 16, 1, 1), piece=16))
 
 
 def test_images_may_lie_in_any_order():
