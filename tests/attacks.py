@@ -31,8 +31,10 @@ def lying(attack, liar=LIAR, uploads_only=False):
     """Return an engine in which one client applies an attack to its update and its uploads."""
 
     class LyingCohort(StackedCohort):
-        def _train_members(self, members, moving, shared, *rest):
-            memory, uploads, reports = super()._train_members(members, moving, shared, *rest)
+        def _train_members(self, members, moving, received, shared, *rest):
+            memory, uploads, reports = super()._train_members(
+                members, moving, received, shared, *rest
+            )
             for row in np.flatnonzero(self.ids[members] == liar).tolist():
                 for name, stack in {} if uploads_only else moving.items():
                     stack[row] = attack(stack[row].clone(), shared["model"][name])

@@ -45,8 +45,8 @@ BOTH = pytest.mark.parametrize("made", [from_arrays, from_silos])
         (X * 1j, Y, {}, r"x.* must hold real numbers, not complex128"),
         (X, Y.astype(str), {}, r"y.* must hold real numbers, not <U"),
         (X, Y.astype("M8[D]"), {}, r"y.* must hold real numbers, not datetime64"),
-        (X, Y, {"classes": 0}, "classes must be a whole number of at least 1, got 0"),
-        (X, Y, {"classes": -1}, "classes must be a whole number of at least 1, got -1"),
+        (X, Y, {"classes": 0}, "classes.* must be a whole number of at least 1, got 0"),
+        (X, Y, {"classes": -1}, "classes.* must be a whole number of at least 1, got -1"),
         (X, Y * 1_000_000, {}, "which would make 2000001 classes; check that y holds labels"),
     ],
 )
