@@ -30,7 +30,7 @@ from equipoise.method import Aggregation, Fact, LocalRule, Method, Phase, Report
 from equipoise.optimizers import Column, TorchOptimizer, gradient_weights
 from equipoise.random import Purpose, choose, fold, fold_array
 from equipoise.stacks import chosen_rows
-from equipoise.tree import PERSONAL, Tree, size_in_bytes, unusable
+from equipoise.tree import PERSONAL, Magnitudes, Tree, size_in_bytes, unusable
 
 if TYPE_CHECKING:
     from equipoise.engine.stacked import StackedEngine
@@ -104,18 +104,22 @@ class StackedCohort:
         self._count_down(shared, each, Layout(local, model))
         self.messages += len(self.ids)
         self.evaluations += len(self.ids) * evaluations_for(self.method.aggregation.needs)
-        sent, uploads, reports = self.carry_out(shared, each, local)
+        sent, uploads, reports = self.launch(shared, each, local)
         buffers = self.engine.network.buffers
         updates = Updates(
             params={n: t for n, t in sent.items() if n not in buffers},
             buffers={n: t for n, t in sent.items() if n in buffers},
             uploads=uploads,
-            reports=reports,
+            reports={},
         )
-        self.bytes_up += size_in_bytes(
-            [updates.params, updates.buffers, updates.uploads, updates.reports]
-        )
-        return self._usable(updates, model)
+        # A GPU computes the norms right after the last step, before the host waits for either.
+        norms = None
+        if self._checks_updates:
+            norms = Magnitudes(stack for tree in _trees(updates) for stack in tree.values())
+        self.bytes_up += size_in_bytes([updates.params, updates.buffers, updates.uploads])
+        updates = replace(updates, reports=reports())
+        self.bytes_up += size_in_bytes(updates.reports)
+        return updates if norms is None else self._usable(updates, model, norms)
 
     def carry_out(
         self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
@@ -127,6 +131,19 @@ class StackedCohort:
         tuple
             What clients send back of the model, their uploads and their reports, stacked in the
             order of ``ids``.
+        """
+        sent, uploads, reports = self.launch(shared, each, local)
+        return sent, uploads, reports()
+
+    def launch(
+        self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
+    ) -> tuple[Tree, dict[str, Tree], Callable[[], Reports]]:
+        """Do the same as :meth:`carry_out`, but do not wait for a GPU.
+
+        Returns
+        -------
+        tuple
+            As there, with a function that waits for the reports and returns them.
         """
         engine, model = self.engine, shared["model"]
         layout = Layout(local, model)
@@ -145,7 +162,7 @@ class StackedCohort:
             name: torch.empty_like(rows) if elsewhere else rows.clone()
             for name, rows in begun.items()
         }
-        collected: list[tuple[Memory, dict[str, Tree], Reports]] = []
+        collected: list[tuple[Memory, dict[str, Tree], Callable[[], Reports]]] = []
         size = (
             1
             if any(isinstance(optimizer, TorchOptimizer) for optimizer in optimizers)
@@ -185,17 +202,24 @@ class StackedCohort:
         self.memory.write(self.ids, gather_trees(list(memories)))
         if not in_order:
             stack = dict(zip(stack, chosen_rows(list(stack.values()), back), strict=True))
-        return stack, gather_trees(list(uploads)), gather_tree(list(reports))
+        return (
+            stack,
+            gather_trees(list(uploads)),
+            lambda: gather_tree([of_chunk() for of_chunk in reports]),
+        )
 
-    def _usable(self, updates: Updates, model: Tree) -> Updates:
+    @property
+    def _checks_updates(self) -> bool:
+        """Whether clients whose updates cannot be used are left out."""
+        return len(self.ids) > 1 and not self.purpose
+
+    def _usable(self, updates: Updates, model: Tree, norms: Magnitudes) -> Updates:
         """Leave out clients whose updates cannot be used, unless none can be used.
 
         If no update can be used, the settings are wrong and not a client. The round loop then
         raises an error.
         """
-        if len(self.ids) == 1 or self.purpose:
-            return updates
-        faults = unusable([updates.params, updates.buffers, *updates.uploads.values()], model)
+        faults = unusable(_trees(updates), model, norms)
         if not faults or len(faults) == len(self.ids):
             return updates
         named = {int(self.ids[position]): reason for position, reason in faults.items()}
@@ -220,15 +244,15 @@ class StackedCohort:
         memory: Memory,
         seen: Tensor,
         work: list[NDArray[np.int64]],
-    ) -> tuple[Memory, dict[str, Tree], Reports]:
-        """Train one chunk, and return its new memory, uploads and reports.
+    ) -> tuple[Memory, dict[str, Tree], Callable[[], Reports]]:
+        """Train one chunk, and return its new memory, uploads and what waits for its reports.
 
         Trained tensors are written to ``moving``, which may be the same tensors as ``received``.
         """
         engine, training = self.engine, self.engine.training
         device = engine.network.device
         everyone = len(members) == len(self.ids) and bool((np.diff(members) == 1).all())
-        where = None if everyone else torch.from_numpy(members).to(device)
+        where = None if everyone else torch.from_numpy(members).to(device, non_blocking=True)
 
         def of_members(tree: Mapping[str, Tensor]) -> Tree:
             there = {name: tensor.to(device) for name, tensor in tree.items()}
@@ -249,28 +273,32 @@ class StackedCohort:
             seen=seen if where is None else seen[where],
             round=torch.full((), self.round, device=device),
         )
-        reports = self._reports("before", chunk, members)
+        before = self._reports("before", chunk, members)
         own_memory |= self._facts_before(local, chunk, members)
         batches, paces = self._plan(local, chunk, members, work)
         own = {**moving, **kept}
         trained = engine.workshop.train(chunk, local, batches, paces, own)
         chunk = replace(chunk, params=own)
-        remembered, uploads = finish_chunk(chunk, local, trained["steps"], paces[0].lr)
+        remembered, uploads = finish_chunk(chunk, local, trained.steps, paces[0].lr)
         facts = {name: own_memory[name] for name in local.facts()}
         for name, fact in local.facts().items():
             if fact.model == "trained":
                 facts[name] = self._worked_out(name, fact, chunk, members)
-        reports |= trained | self._reports("after", chunk, members)
+        after = self._reports("after", chunk, members)
         if "lr" in self.wanted_reports:
-            reports["lr"] = (
+            after["lr"] = (
                 torch.as_tensor(paces[0].lr, dtype=torch.float64).cpu().expand(len(members)).clone()
             )
         if "gradient_weight" in self.wanted_reports:
-            reports["gradient_weight"] = _gradient_weight(paces, work, local.proximal)
+            after["gradient_weight"] = _gradient_weight(paces, work, local.proximal)
         if layout.kept:
             remembered = {KEPT: {name: chunk.params[name] for name in layout.kept}, **remembered}
         sent_facts = {name: tree for name, tree in facts.items() if name in local.uploads}
-        return {**remembered, **facts}, {**uploads, **sent_facts}, reports
+        return (
+            {**remembered, **facts},
+            {**uploads, **sent_facts},
+            lambda: before | trained.reports() | after,
+        )
 
     def _asks_before(self, local: LocalRule) -> bool:
         """Return whether clients look at the model that they received, before they train it."""
@@ -621,6 +649,11 @@ class StackedCohort:
     def _size_sent(self, model: Tree, layout: Layout) -> int:
         travelling = layout.travelling(model, self.engine.network.initial())
         return size_in_bytes([model[name] for name in travelling])
+
+
+def _trees(updates: Updates) -> list[Tree]:
+    """Return everything in updates that is checked."""
+    return [updates.params, updates.buffers, *updates.uploads.values()]
 
 
 def evaluations_for(reports: Iterable[str]) -> int:
