@@ -123,7 +123,7 @@ def test_a_fixed_number_of_steps_takes_so_many_times_the_batches():
     assert several.counts.tolist() == drawn(batch_size=5, steps=6).counts.tolist()
 
 
-@pytest.mark.parametrize("name, few", [("permutations", 0), ("permutations_array", 1000)])
+@pytest.mark.parametrize(("name", "few"), [("permutations", 0), ("permutations_array", 1000)])
 def test_small_clients_draw_no_orders_they_never_use(monkeypatch, name, few):
     drawn_epochs = []
     original = getattr(batches_module, name)
