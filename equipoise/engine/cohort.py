@@ -73,6 +73,7 @@ class StackedCohort:
         self.messages = self.evaluations = 0
         self.delivers: set[str] = set()
         self._trained = False
+        self._drawn: dict[Any, Batches] = {}
 
     @property
     def rounds(self) -> int:
@@ -148,9 +149,7 @@ class StackedCohort:
         engine, model = self.engine, shared["model"]
         layout = Layout(local, model)
         memory, seen = self._read_memory(local, model)
-        work = self.work_of(local)
-        # The larger of two clients comes first if they make as many steps.
-        order = np.lexsort((-self.sizes, -sum(work, np.zeros_like(self.sizes))))
+        work, order, divided = self._divided(local)
         # One stack for the whole cohort: chunks train views of it, so nothing is joined afterwards.
         # It begins as the model, unless clients train in memory of the workshop, as on a GPU.
         begun = {
@@ -163,13 +162,8 @@ class StackedCohort:
             for name, rows in begun.items()
         }
         collected: list[tuple[Memory, dict[str, Tree], Callable[[], Reports]]] = []
-        size = (
-            1
-            if any(isinstance(optimizer, TorchOptimizer) for optimizer in optimizers)
-            else even_chunks(len(self.ids), engine.chunk)
-        )
         start = 0
-        for members in chunks(order, work, size):
+        for members in divided:
             own, received = (
                 {name: rows[start : start + len(members)] for name, rows in tree.items()}
                 for tree in (stack, begun if elsewhere else stack)
@@ -207,6 +201,27 @@ class StackedCohort:
             gather_trees(list(uploads)),
             lambda: gather_tree([of_chunk() for of_chunk in reports]),
         )
+
+    def draw_ahead(self, local: LocalRule) -> None:
+        """Draw the batches of the first chunk, so that training can begin at once later."""
+        work, _, divided = self._divided(local)
+        for members in divided[:1]:
+            steps = [of_phase[members] for of_phase in work]
+            for index, phase in enumerate(local.phases()):
+                if index == 0 or phase.batch != "same":
+                    key, draw = self._drawing(index, phase, members, steps[index])
+                    self._drawn[key] = draw()
+
+    def _divided(
+        self, local: LocalRule
+    ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64], list[NDArray[np.int64]]]:
+        """Return the steps of each client by phase, the order of clients, and their chunks."""
+        work = self.work_of(local)
+        # The larger of two clients comes first if they make as many steps.
+        order = np.lexsort((-self.sizes, -sum(work, np.zeros_like(self.sizes))))
+        alone = any(isinstance(self._optimizer(phase), TorchOptimizer) for phase in local.phases())
+        size = 1 if alone else even_chunks(len(self.ids), self.engine.chunk)
+        return work, order, list(chunks(order, work, size))
 
     @property
     def _checks_updates(self) -> bool:
@@ -330,14 +345,8 @@ class StackedCohort:
             if phase.batch == "same" and batches:
                 batches.append(batches[-1])
             else:
-                drawn = self._draw(
-                    self.ids[members],
-                    index,
-                    batch_size=training.batch_size,
-                    steps=work[index],
-                    shuffle=training.shuffle,
-                    a_step=batches_a_step(phase),
-                )
+                key, draw = self._drawing(index, phase, members, work[index])
+                drawn = self._drawn.pop(key, None) or draw()
                 batches.append(
                     drawn.split(phase.gradient.batches) if phase.batch == "split" else drawn
                 )
@@ -351,12 +360,26 @@ class StackedCohort:
             paces.append(Pace(optimizer, lr, training.clip))
         return batches, paces
 
-    def _draw(self, clients: NDArray[np.int64], phase: int, **how: Any) -> Batches:
-        engine = self.engine
-        keys = self._keys(clients)
-        return draw_batches(
-            engine.view.train, engine.train_indices, clients, keys, phase=phase, **how
-        )
+    def _drawing(
+        self, index: int, phase: Phase, members: NDArray[np.int64], steps: NDArray[np.int64]
+    ) -> tuple[Any, Callable[[], Batches]]:
+        """Return what the batches of a phase depend on in this round, and what draws them."""
+        engine, clients, a_step = self.engine, self.ids[members], batches_a_step(phase)
+
+        def draw() -> Batches:
+            return draw_batches(
+                engine.view.train,
+                engine.train_indices,
+                clients,
+                self._keys(clients),
+                phase=index,
+                batch_size=engine.training.batch_size,
+                steps=steps,
+                shuffle=engine.training.shuffle,
+                a_step=a_step,
+            )
+
+        return (index, a_step, clients.tobytes(), steps.tobytes()), draw
 
     def _optimizer(self, phase: Phase) -> Any:
         return phase.optimizer or self.engine.training.optimizer
