@@ -344,7 +344,8 @@ class Trainer:
         # A longer run would not evaluate after this round.
         only_as_last = due and not self.evaluation.due(number, last=False)
         admitting = self._admit()
-        cohort, asked = self._ahead.pop(number, None) or self._select(self.state.round)
+        chosen = self._ahead.pop(number) if number in self._ahead else None
+        cohort, asked = chosen or self._select(self.state.round)
         reports_gaps = due and self.view is self.federation and self.evaluator.has_global
         if reports_gaps:
             cohort.wanted_reports.add("val_loss_after")
@@ -827,7 +828,7 @@ class Trainer:
 
         def seconds(chunk: int) -> float:
             engine.chunk = chunk
-            prepared, cohort = self._prepare(self._select()[0])
+            prepared, cohort = self._prepare(self._select(self.state.round)[0])
             clock = Clock(engine.network.device)
             shared, each = self.method.aggregation.send(prepared, cohort)
             cohort.train(shared, each, self.method.local)
