@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("equipoise")
 
+# Steps of each client by phase, the order of clients, and their chunks.
+_Division = tuple[list[NDArray[np.int64]], NDArray[np.int64], list[NDArray[np.int64]]]
+
 
 class StackedCohort:
     """The clients of one round, stacked chunk by chunk; see :class:`equipoise.method.Cohort`.
@@ -86,6 +89,8 @@ class StackedCohort:
 
     def _gather(self, clients: NDArray[np.int64]) -> None:
         self.ids = clients
+        # What draw_ahead has found, and for which rule and chunk size.
+        self._division: tuple[LocalRule, int, _Division] | None = None
         train = self.engine.view.train
         self.sizes = train.offsets[clients + 1] - train.offsets[clients]
         self.groups = self.engine.view.groups[clients]
@@ -204,7 +209,8 @@ class StackedCohort:
 
     def draw_ahead(self, local: LocalRule) -> None:
         """Draw the batches of the first chunk, so that training can begin at once later."""
-        work, _, divided = self._divided(local)
+        found = work, _, divided = self._divided(local)
+        self._division = local, self.engine.chunk, found
         for members in divided[:1]:
             steps = [of_phase[members] for of_phase in work]
             for index, phase in enumerate(local.phases()):
@@ -212,10 +218,12 @@ class StackedCohort:
                     key, draw = self._drawing(index, phase, members, steps[index])
                     self._drawn[key] = draw()
 
-    def _divided(
-        self, local: LocalRule
-    ) -> tuple[list[NDArray[np.int64]], NDArray[np.int64], list[NDArray[np.int64]]]:
+    def _divided(self, local: LocalRule) -> _Division:
         """Return the steps of each client by phase, the order of clients, and their chunks."""
+        if self._division is not None:
+            rule, chunk, found = self._division
+            if rule is local and chunk == self.engine.chunk:
+                return found
         work = self.work_of(local)
         # The larger of two clients comes first if they make as many steps.
         order = np.lexsort((-self.sizes, -sum(work, np.zeros_like(self.sizes))))
