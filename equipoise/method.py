@@ -178,7 +178,17 @@ class Candidates(Protocol):
 
 
 class Sampler(Part):
-    """Which clients take part in a round?"""
+    """Which clients take part in a round?
+
+    Attributes
+    ----------
+    reads_state : bool
+        Whether the choice depends on the state, or on what clients are asked. Where it does not,
+        the next cohort is chosen while a GPU trains the one before. Subclasses do not inherit a
+        ``False``, because they may choose differently.
+    """
+
+    reads_state: ClassVar[bool] = True
 
     def begin(self, state: State, everyone: Cohort) -> State:
         """Set up what the sampler keeps. Called before round 1 if it ``needs_everyone``."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from equipoise.errors import InputError, unknown
+from equipoise.host_copy import HostCopy
 
 Tree = dict[str, Tensor]
 Parts = str | tuple[str, ...]
@@ -187,37 +188,64 @@ def unusable_rows(stack: Tensor) -> Tensor:
     return ~((rows.amin(dim=1) >= -LARGEST) & (rows.amax(dim=1) <= LARGEST))
 
 
-def magnitudes(tensors: Iterable[Tensor]) -> list[float]:
-    """Return the L2 norm of each tensor, with few operations and one transfer for all of a type.
+class Magnitudes:
+    """The L2 norms of tensors, launched now and read later.
 
-    A norm is finite only if all numbers of the tensor are, because no square is negative. It may be
-    infinite although all numbers are finite, if their squares overflow. Tensors of integers and
-    booleans have norm 0.
+    There are few operations, and one transfer for all tensors of a type. A norm is finite only if
+    all numbers of the tensor are, because no square is negative. It may be infinite although all
+    numbers are finite, if their squares overflow. Tensors of integers and booleans have norm 0.
+
+    Parameters
+    ----------
+    tensors : iterable of Tensor
+        Of any types, on any devices.
+
+    Examples
+    --------
+    >>> norms = Magnitudes([torch.tensor([3.0, 4.0]), torch.tensor([7])])
+    >>> norms.read()
+    [5.0, 0.0]
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        tensors = list(tensors)
+        self._count = len(tensors)
+        alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            if tensor.is_floating_point() or tensor.is_complex():
+                alike.setdefault((tensor.device, tensor.dtype), []).append(index)
+        self._launched: list[tuple[list[int], HostCopy]] = []
+        for (_, dtype), where in alike.items():
+            chosen = [tensors[index].detach() for index in where]
+            if dtype.itemsize == 1:
+                chosen = [tensor.float() for tensor in chosen]
+            norms = torch.stack(torch._foreach_norm(chosen))
+            self._launched.append((where, HostCopy(norms)))
+
+    def read(self) -> list[float]:
+        """Wait for the norms, and return them in the order of the tensors."""
+        found = [0.0] * self._count
+        for where, norms in self._launched:
+            for index, norm in zip(where, norms.read().tolist(), strict=True):
+                found[index] = norm
+        return found
+
+
+def magnitudes(tensors: Iterable[Tensor]) -> list[float]:
+    """Return the L2 norm of each tensor; see :class:`Magnitudes`.
 
     Examples
     --------
     >>> magnitudes([torch.tensor([3.0, 4.0]), torch.tensor([1.0, torch.nan]), torch.tensor([7])])
     [5.0, nan, 0.0]
     """
-    tensors = list(tensors)
-    found = [0.0] * len(tensors)
-    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if tensor.is_floating_point() or tensor.is_complex():
-            alike.setdefault((tensor.device, tensor.dtype), []).append(index)
-    for (_, dtype), where in alike.items():
-        chosen = [tensors[index].detach() for index in where]
-        if dtype.itemsize == 1:
-            chosen = [tensor.float() for tensor in chosen]
-        for index, norm in zip(
-            where, torch.stack(torch._foreach_norm(chosen)).tolist(), strict=True
-        ):
-            found[index] = norm
-    return found
+    return Magnitudes(tensors).read()
 
 
 def unusable(
-    trees: Iterable[Mapping[str, Tensor]], received: Mapping[str, Tensor]
+    trees: Iterable[Mapping[str, Tensor]],
+    received: Mapping[str, Tensor],
+    norms: Magnitudes | None = None,
 ) -> dict[int, str]:
     """Return the clients whose tensors cannot be used, with the reason.
 
@@ -228,6 +256,8 @@ def unusable(
     received : Tree
         What they received. A tensor that already contained such numbers, such as a mask of −∞, may
         contain them again.
+    norms : Magnitudes, optional
+        The norms of all tensors of ``trees`` in their order, if they have been launched already.
 
     Returns
     -------
@@ -242,7 +272,8 @@ def unusable(
     """
     found: dict[int, str] = {}
     stacks = [pair for tree in trees for pair in tree.items()]
-    for (name, stack), norm in zip(stacks, magnitudes(t for _, t in stacks), strict=True):
+    norms = norms or Magnitudes(stack for _, stack in stacks)
+    for (name, stack), norm in zip(stacks, norms.read(), strict=True):
         # No number is larger than the norm, except for rounding. The norm may be NaN.
         if norm <= LARGEST / 2:
             continue

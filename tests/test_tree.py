@@ -9,6 +9,7 @@ import torch
 
 from equipoise.errors import InputError
 from equipoise.tree import (
+    Magnitudes,
     flat_rows,
     in_parts,
     inner_product,
@@ -174,6 +175,13 @@ def test_magnitudes_are_those_of_each_tensor_in_its_place():
         torch.tensor([3j, 4.0]),
     ]
     assert magnitudes(tensors) == [5.0, 10.0, 0.0, 0.0, 2.0, math.inf, 5.0]
+
+
+def test_magnitudes_are_those_of_when_they_were_launched():
+    values = torch.tensor([3.0, 4.0])
+    norms = Magnitudes([values])
+    values.zero_()
+    assert norms.read() == [5.0]
 
 
 def test_clients_are_usable_up_to_the_largest_number_whatever_their_norm():

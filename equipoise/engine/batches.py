@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -11,7 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equipoise.federation import Split
-from equipoise.random import Purpose, fold_array, fold_tensor, permutations
+from equipoise.random import Purpose, fold_array, fold_tensor, permutations, permutations_array
+
+# Up to so many random numbers, the host shuffles in less time than it takes to launch the
+# operations on a GPU.
+FEW = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -171,50 +175,104 @@ def draw_batches(
     begin = (batch % batches_an_epoch[:, None]) * batch_size
     counts = np.minimum(batch_size, sizes[:, None] - begin)
 
-    def keys_of(purpose: Purpose, count: int) -> Tensor:
-        of_clients = keys.cpu().numpy()[:, None]
-        return torch.from_numpy(fold_array(of_clients, purpose, phase, np.arange(count)))
+    of_clients = keys.cpu().numpy()[:, None]
 
-    given = {
-        "sizes": torch.from_numpy(sizes),
-        "begin": torch.from_numpy(begin),
-        "first": torch.from_numpy(np.cumsum(sizes) - sizes),
-        "begins": torch.from_numpy(split.offsets[clients]),
-        "keys": keys_of(Purpose.STEP, longest),
-    }
-    width = int(sizes.max())
+    def keys_of(purpose: Purpose, count: int) -> NDArray[np.int64]:
+        return fold_array(of_clients, purpose, phase, np.arange(count))
+
+    begins, width = split.offsets[clients], int(sizes.max())
+    slots = _Slots(
+        begin=begin,
+        sizes=sizes,
+        width=batch_size,
+        first=np.cumsum(sizes) - sizes,
+        begins=begins,
+        keys=keys_of(Purpose.STEP, longest),
+    )
     if shuffle:
-        given["epoch_keys"] = keys_of(Purpose.SHUFFLE, int(epoch.max()) + 1)
+        epoch_keys = keys_of(Purpose.SHUFFLE, int(epoch.max()) + 1)
         # Where the permutation of a batch begins in those of all epochs of a client.
-        given["order_begins"] = torch.from_numpy(epoch * width)
-    there = _moved(given, device)
-
-    def of_clients(name: str) -> Tensor:
-        return there[name].view(len(clients), -1, 1)
-
-    slot = of_clients("begin") + torch.arange(batch_size, device=device)
-    slot = torch.where(slot < of_clients("sizes"), slot, 0)
-    if shuffle:
-        order = permutations(there["epoch_keys"], there["sizes"].unsqueeze(1), width).flatten(1)
-        slot = order.gather(1, (of_clients("order_begins") + slot).flatten(1)).view_as(slot)
+        slots = replace(slots, epoch_keys=epoch_keys, order_begins=epoch * width)
+    numbers = max(slots.epoch_keys.size * width, begin.size * batch_size)
+    there = slots.on_host(split, device) if numbers <= FEW else slots.on_device(indices)
     return Batches(
-        positions=indices[of_clients("begins") + slot],
-        index=of_clients("first") + slot,
+        **there,
         indices=indices,
-        begins=split.offsets[clients],
+        begins=begins,
         sizes=sizes,
         counts=counts,
         steps=steps,
-        keys=there["keys"],
         a_step=a_step,
     )
 
 
-def _moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Move int64 tensors from the CPU to a device. A GPU gets them in a single transfer."""
+_NOTHING = np.empty((0, 0), np.int64)
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """Which of a client's shuffled samples are in which batch.
+
+    ``epoch_keys`` and ``order_begins`` are empty if samples are not shuffled.
+    """
+
+    begin: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    width: int
+    first: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    epoch_keys: NDArray[np.int64] = field(default_factory=lambda: _NOTHING)
+    order_begins: NDArray[np.int64] = field(default_factory=lambda: _NOTHING)
+
+    def on_host(self, split: Split, device: torch.device) -> dict[str, Tensor]:
+        """Return positions, index and keys of batches, found on the host and then moved."""
+        slot = self.begin[..., None] + np.arange(self.width)
+        slot[slot >= self.sizes[:, None, None]] = 0
+        if self.epoch_keys.size:
+            longest = int(self.sizes.max())
+            order = permutations_array(self.epoch_keys, self.sizes[:, None], longest)
+            # All permutations of all clients, one after the other.
+            rows = np.arange(len(order))[:, None] * (order.size // len(order)) + self.order_begins
+            slot = order.ravel()[rows[..., None] + slot]
+        found = {
+            "positions": split.indices[self.begins[:, None, None] + slot],
+            "index": self.first[:, None, None] + slot,
+            "keys": self.keys,
+        }
+        return _moved(found, device)
+
+    def on_device(self, indices: Tensor) -> dict[str, Tensor]:
+        """Return the same, found on the device."""
+        names = ("begin", "sizes", "first", "begins", "keys", "epoch_keys", "order_begins")
+        there = _moved({name: getattr(self, name) for name in names}, indices.device)
+
+        def of_clients(name: str) -> Tensor:
+            return there[name].view(len(self.sizes), -1, 1)
+
+        slot = of_clients("begin") + torch.arange(self.width, device=indices.device)
+        slot = torch.where(slot < of_clients("sizes"), slot, 0)
+        if self.epoch_keys.size:
+            longest = int(self.sizes.max())
+            order = permutations(there["epoch_keys"], there["sizes"].unsqueeze(1), longest)
+            where = (of_clients("order_begins") + slot).flatten(1)
+            slot = order.flatten(1).gather(1, where).view_as(slot)
+        return {
+            "positions": indices[of_clients("begins") + slot],
+            "index": of_clients("first") + slot,
+            "keys": there["keys"],
+        }
+
+
+def _moved(arrays: dict[str, NDArray[np.int64]], device: torch.device) -> dict[str, Tensor]:
+    """Move int64 arrays to a device. A GPU gets them in a single transfer."""
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if device == torch.device("cpu"):
         return tensors
-    packed = torch.cat([tensor.flatten() for tensor in tensors.values()])
-    parts = packed.to(device, non_blocking=True).split([t.numel() for t in tensors.values()])
+    sizes = [tensor.numel() for tensor in tensors.values()]
+    # From pinned memory, so that the host need not wait for what the GPU still does.
+    packed = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+    torch.cat([tensor.flatten() for tensor in tensors.values()], out=packed)
+    parts = packed.to(device, non_blocking=True).split(sizes)
     pairs = zip(tensors.items(), parts, strict=True)
     return {name: part.view(tensor.shape) for (name, tensor), part in pairs}

@@ -30,12 +30,15 @@ from equipoise.method import Aggregation, Fact, LocalRule, Method, Phase, Report
 from equipoise.optimizers import Column, TorchOptimizer, gradient_weights
 from equipoise.random import Purpose, choose, fold, fold_array
 from equipoise.stacks import chosen_rows
-from equipoise.tree import PERSONAL, Tree, size_in_bytes, unusable
+from equipoise.tree import PERSONAL, Magnitudes, Tree, size_in_bytes, unusable
 
 if TYPE_CHECKING:
     from equipoise.engine.stacked import StackedEngine
 
 log = logging.getLogger("equipoise")
+
+# Steps of each client by phase, the order of clients, and their chunks.
+_Division = tuple[list[NDArray[np.int64]], NDArray[np.int64], list[NDArray[np.int64]]]
 
 
 class StackedCohort:
@@ -73,6 +76,7 @@ class StackedCohort:
         self.messages = self.evaluations = 0
         self.delivers: set[str] = set()
         self._trained = False
+        self._drawn: dict[Any, Batches] = {}
 
     @property
     def rounds(self) -> int:
@@ -85,6 +89,8 @@ class StackedCohort:
 
     def _gather(self, clients: NDArray[np.int64]) -> None:
         self.ids = clients
+        # What draw_ahead has found, and for which rule and chunk size.
+        self._division: tuple[LocalRule, int, _Division] | None = None
         train = self.engine.view.train
         self.sizes = train.offsets[clients + 1] - train.offsets[clients]
         self.groups = self.engine.view.groups[clients]
@@ -104,18 +110,22 @@ class StackedCohort:
         self._count_down(shared, each, Layout(local, model))
         self.messages += len(self.ids)
         self.evaluations += len(self.ids) * evaluations_for(self.method.aggregation.needs)
-        sent, uploads, reports = self.carry_out(shared, each, local)
+        sent, uploads, reports = self.launch(shared, each, local)
         buffers = self.engine.network.buffers
         updates = Updates(
             params={n: t for n, t in sent.items() if n not in buffers},
             buffers={n: t for n, t in sent.items() if n in buffers},
             uploads=uploads,
-            reports=reports,
+            reports={},
         )
-        self.bytes_up += size_in_bytes(
-            [updates.params, updates.buffers, updates.uploads, updates.reports]
-        )
-        return self._usable(updates, model)
+        # A GPU computes the norms right after the last step, before the host waits for either.
+        norms = None
+        if self._checks_updates:
+            norms = Magnitudes(stack for tree in _trees(updates) for stack in tree.values())
+        self.bytes_up += size_in_bytes([updates.params, updates.buffers, updates.uploads])
+        updates = replace(updates, reports=reports())
+        self.bytes_up += size_in_bytes(updates.reports)
+        return updates if norms is None else self._usable(updates, model, norms)
 
     def carry_out(
         self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
@@ -128,12 +138,23 @@ class StackedCohort:
             What clients send back of the model, their uploads and their reports, stacked in the
             order of ``ids``.
         """
+        sent, uploads, reports = self.launch(shared, each, local)
+        return sent, uploads, reports()
+
+    def launch(
+        self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
+    ) -> tuple[Tree, dict[str, Tree], Callable[[], Reports]]:
+        """Do the same as :meth:`carry_out`, but do not wait for a GPU.
+
+        Returns
+        -------
+        tuple
+            As there, with a function that waits for the reports and returns them.
+        """
         engine, model = self.engine, shared["model"]
         layout = Layout(local, model)
         memory, seen = self._read_memory(local, model)
-        work = self.work_of(local)
-        # The larger of two clients comes first if they make as many steps.
-        order = np.lexsort((-self.sizes, -sum(work, np.zeros_like(self.sizes))))
+        work, order, divided = self._divided(local)
         # One stack for the whole cohort: chunks train views of it, so nothing is joined afterwards.
         # It begins as the model, unless clients train in memory of the workshop, as on a GPU.
         begun = {
@@ -145,14 +166,9 @@ class StackedCohort:
             name: torch.empty_like(rows) if elsewhere else rows.clone()
             for name, rows in begun.items()
         }
-        collected: list[tuple[Memory, dict[str, Tree], Reports]] = []
-        size = (
-            1
-            if any(isinstance(optimizer, TorchOptimizer) for optimizer in optimizers)
-            else even_chunks(len(self.ids), engine.chunk)
-        )
+        collected: list[tuple[Memory, dict[str, Tree], Callable[[], Reports]]] = []
         start = 0
-        for members in chunks(order, work, size):
+        for members in divided:
             own, received = (
                 {name: rows[start : start + len(members)] for name, rows in tree.items()}
                 for tree in (stack, begun if elsewhere else stack)
@@ -185,17 +201,48 @@ class StackedCohort:
         self.memory.write(self.ids, gather_trees(list(memories)))
         if not in_order:
             stack = dict(zip(stack, chosen_rows(list(stack.values()), back), strict=True))
-        return stack, gather_trees(list(uploads)), gather_tree(list(reports))
+        return (
+            stack,
+            gather_trees(list(uploads)),
+            lambda: gather_tree([of_chunk() for of_chunk in reports]),
+        )
 
-    def _usable(self, updates: Updates, model: Tree) -> Updates:
+    def draw_ahead(self, local: LocalRule) -> None:
+        """Draw the batches of the first chunk, so that training can begin at once later."""
+        found = work, _, divided = self._divided(local)
+        self._division = local, self.engine.chunk, found
+        for members in divided[:1]:
+            steps = [of_phase[members] for of_phase in work]
+            for index, phase in enumerate(local.phases()):
+                if index == 0 or phase.batch != "same":
+                    key, draw = self._drawing(index, phase, members, steps[index])
+                    self._drawn[key] = draw()
+
+    def _divided(self, local: LocalRule) -> _Division:
+        """Return the steps of each client by phase, the order of clients, and their chunks."""
+        if self._division is not None:
+            rule, chunk, found = self._division
+            if rule is local and chunk == self.engine.chunk:
+                return found
+        work = self.work_of(local)
+        # The larger of two clients comes first if they make as many steps.
+        order = np.lexsort((-self.sizes, -sum(work, np.zeros_like(self.sizes))))
+        alone = any(isinstance(self._optimizer(phase), TorchOptimizer) for phase in local.phases())
+        size = 1 if alone else even_chunks(len(self.ids), self.engine.chunk)
+        return work, order, list(chunks(order, work, size))
+
+    @property
+    def _checks_updates(self) -> bool:
+        """Whether clients whose updates cannot be used are left out."""
+        return len(self.ids) > 1 and not self.purpose
+
+    def _usable(self, updates: Updates, model: Tree, norms: Magnitudes) -> Updates:
         """Leave out clients whose updates cannot be used, unless none can be used.
 
         If no update can be used, the settings are wrong and not a client. The round loop then
         raises an error.
         """
-        if len(self.ids) == 1 or self.purpose:
-            return updates
-        faults = unusable([updates.params, updates.buffers, *updates.uploads.values()], model)
+        faults = unusable(_trees(updates), model, norms)
         if not faults or len(faults) == len(self.ids):
             return updates
         named = {int(self.ids[position]): reason for position, reason in faults.items()}
@@ -220,15 +267,15 @@ class StackedCohort:
         memory: Memory,
         seen: Tensor,
         work: list[NDArray[np.int64]],
-    ) -> tuple[Memory, dict[str, Tree], Reports]:
-        """Train one chunk, and return its new memory, uploads and reports.
+    ) -> tuple[Memory, dict[str, Tree], Callable[[], Reports]]:
+        """Train one chunk, and return its new memory, uploads and what waits for its reports.
 
         Trained tensors are written to ``moving``, which may be the same tensors as ``received``.
         """
         engine, training = self.engine, self.engine.training
         device = engine.network.device
         everyone = len(members) == len(self.ids) and bool((np.diff(members) == 1).all())
-        where = None if everyone else torch.from_numpy(members).to(device)
+        where = None if everyone else torch.from_numpy(members).to(device, non_blocking=True)
 
         def of_members(tree: Mapping[str, Tensor]) -> Tree:
             there = {name: tensor.to(device) for name, tensor in tree.items()}
@@ -249,28 +296,32 @@ class StackedCohort:
             seen=seen if where is None else seen[where],
             round=torch.full((), self.round, device=device),
         )
-        reports = self._reports("before", chunk, members)
+        before = self._reports("before", chunk, members)
         own_memory |= self._facts_before(local, chunk, members)
         batches, paces = self._plan(local, chunk, members, work)
         own = {**moving, **kept}
         trained = engine.workshop.train(chunk, local, batches, paces, own)
         chunk = replace(chunk, params=own)
-        remembered, uploads = finish_chunk(chunk, local, trained["steps"], paces[0].lr)
+        remembered, uploads = finish_chunk(chunk, local, trained.steps, paces[0].lr)
         facts = {name: own_memory[name] for name in local.facts()}
         for name, fact in local.facts().items():
             if fact.model == "trained":
                 facts[name] = self._worked_out(name, fact, chunk, members)
-        reports |= trained | self._reports("after", chunk, members)
+        after = self._reports("after", chunk, members)
         if "lr" in self.wanted_reports:
-            reports["lr"] = (
+            after["lr"] = (
                 torch.as_tensor(paces[0].lr, dtype=torch.float64).cpu().expand(len(members)).clone()
             )
         if "gradient_weight" in self.wanted_reports:
-            reports["gradient_weight"] = _gradient_weight(paces, work, local.proximal)
+            after["gradient_weight"] = _gradient_weight(paces, work, local.proximal)
         if layout.kept:
             remembered = {KEPT: {name: chunk.params[name] for name in layout.kept}, **remembered}
         sent_facts = {name: tree for name, tree in facts.items() if name in local.uploads}
-        return {**remembered, **facts}, {**uploads, **sent_facts}, reports
+        return (
+            {**remembered, **facts},
+            {**uploads, **sent_facts},
+            lambda: before | trained.reports() | after,
+        )
 
     def _asks_before(self, local: LocalRule) -> bool:
         """Return whether clients look at the model that they received, before they train it."""
@@ -302,14 +353,8 @@ class StackedCohort:
             if phase.batch == "same" and batches:
                 batches.append(batches[-1])
             else:
-                drawn = self._draw(
-                    self.ids[members],
-                    index,
-                    batch_size=training.batch_size,
-                    steps=work[index],
-                    shuffle=training.shuffle,
-                    a_step=batches_a_step(phase),
-                )
+                key, draw = self._drawing(index, phase, members, work[index])
+                drawn = self._drawn.pop(key, None) or draw()
                 batches.append(
                     drawn.split(phase.gradient.batches) if phase.batch == "split" else drawn
                 )
@@ -323,12 +368,26 @@ class StackedCohort:
             paces.append(Pace(optimizer, lr, training.clip))
         return batches, paces
 
-    def _draw(self, clients: NDArray[np.int64], phase: int, **how: Any) -> Batches:
-        engine = self.engine
-        keys = self._keys(clients)
-        return draw_batches(
-            engine.view.train, engine.train_indices, clients, keys, phase=phase, **how
-        )
+    def _drawing(
+        self, index: int, phase: Phase, members: NDArray[np.int64], steps: NDArray[np.int64]
+    ) -> tuple[Any, Callable[[], Batches]]:
+        """Return what the batches of a phase depend on in this round, and what draws them."""
+        engine, clients, a_step = self.engine, self.ids[members], batches_a_step(phase)
+
+        def draw() -> Batches:
+            return draw_batches(
+                engine.view.train,
+                engine.train_indices,
+                clients,
+                self._keys(clients),
+                phase=index,
+                batch_size=engine.training.batch_size,
+                steps=steps,
+                shuffle=engine.training.shuffle,
+                a_step=a_step,
+            )
+
+        return (index, a_step, clients.tobytes(), steps.tobytes()), draw
 
     def _optimizer(self, phase: Phase) -> Any:
         return phase.optimizer or self.engine.training.optimizer
@@ -621,6 +680,11 @@ class StackedCohort:
     def _size_sent(self, model: Tree, layout: Layout) -> int:
         travelling = layout.travelling(model, self.engine.network.initial())
         return size_in_bytes([model[name] for name in travelling])
+
+
+def _trees(updates: Updates) -> list[Tree]:
+    """Return everything in updates that is checked."""
+    return [updates.params, updates.buffers, *updates.uploads.values()]
 
 
 def evaluations_for(reports: Iterable[str]) -> int:

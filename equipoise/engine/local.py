@@ -32,6 +32,7 @@ from equipoise.engine.network import Network
 from equipoise.engine.replay import STEPS_A_GRAPH, Inputs, Replay
 from equipoise.engine.stack import first_rows, in_plain_words, over_clients, tree_first_rows
 from equipoise.errors import InputError
+from equipoise.host_copy import HostCopy
 from equipoise.masked import masked_mean
 from equipoise.method import FollowsRate, LocalRule, Loss, Phase, PlainGradient, Reports, Value
 from equipoise.models.layers import Forward
@@ -449,6 +450,40 @@ def _clip(gradients: list[Tensor], limit: float, *, stacked: bool) -> list[Tenso
     return scaled(gradients, (limit / (norms(gradients, stacked=stacked) + 1e-6)).clamp(max=1.0))
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A chunk whose training has been launched.
+
+    Attributes
+    ----------
+    sums : HostCopy
+        Every client's sum over all samples it saw of the task's loss and, if the method may add
+        terms, of the whole loss, ``[1 or 2, clients]``, float64.
+    samples : Tensor
+        How many samples those are, ``[clients]``, float64.
+    steps : Tensor
+        How many steps each client makes, ``[clients]``, float64.
+    """
+
+    sums: HostCopy
+    samples: Tensor
+    steps: Tensor
+
+    def reports(self) -> Reports:
+        """Wait for all steps, and return the reports of the training.
+
+        Returns
+        -------
+        dict of Tensor
+            ``train_loss``, every client's mean of the task's loss over all samples it saw;
+            ``method_terms``, what the method has added to it, if it may have added something; and
+            ``steps``. ``[clients]``, float64.
+        """
+        of_task, *losses = self.sums.read() / self.samples
+        reports = {"train_loss": of_task, "steps": self.steps}
+        return reports | ({"method_terms": losses[0] - of_task} if losses else {})
+
+
 class LocalTraining:
     """A local rule for one chunk. On a GPU its memory is reused for chunks of the same shape.
 
@@ -487,24 +522,13 @@ class LocalTraining:
         tensors = [*_tensors(self.chunk, self.paces), *(t for state in states for t in state)]
         return sum(tensor.nbytes for tensor in tensors)
 
-    def run(
-        self, batches: Sequence[Batches], meanwhile: Callable[[], None] | None = None
-    ) -> Reports:
-        """Carry out the rule with the batches of each phase.
+    def run(self, batches: Sequence[Batches]) -> Trained:
+        """Carry out the rule with the batches of each phase. A GPU may still work afterwards.
 
         Parameters
         ----------
         batches : sequence of Batches
             One per phase.
-        meanwhile : callable, optional
-            Called when all steps have been launched, before the host waits for them.
-
-        Returns
-        -------
-        dict of Tensor
-            ``train_loss``, every client's mean of the task's loss over all samples it saw;
-            ``method_terms``, what the method has added to it, if it may have added something; and
-            ``steps``. ``[clients]``, float64.
         """
         for stretch in self._stretches(list(zip(self.runs, batches, strict=True))):
             frozen = self._frozen_during(stretch)
@@ -524,17 +548,14 @@ class LocalTraining:
             else:
                 for block in _blocks(_spans(runs, turns)):
                     self._carry_out(self.replay, runs, block)
-        if meanwhile is not None:
-            meanwhile()
         samples = sum((own.samples() for own in batches), np.zeros(len(self.chunk.seen)))
         steps = sum((own.steps for own in batches), np.zeros(len(self.chunk.seen)))
         sums = [torch.stack([run.task_losses for run in self.runs]).sum(0)]
         if self.rule.adds_terms:
             sums.append(torch.stack([run.losses for run in self.runs]).sum(0))
-        # One transfer: the host waits for all steps here.
-        of_task, *losses = torch.stack(sums).cpu() / torch.from_numpy(samples)
-        reports = {"train_loss": of_task, "steps": torch.from_numpy(steps)}
-        return reports | ({"method_terms": losses[0] - of_task} if losses else {})
+        return Trained(
+            HostCopy(torch.stack(sums)), torch.from_numpy(samples), torch.from_numpy(steps)
+        )
 
     def _carry_out(self, replay: Replay, runs: list[PhaseRun], block: list[Span]) -> None:
         """Make the steps of a block with one recording, or with one a step until there is one."""
@@ -688,8 +709,8 @@ class Workshop:
         batches: Sequence[Batches],
         paces: Sequence[Pace],
         room: Tree | None = None,
-    ) -> Reports:
-        """Run a local rule for a chunk.
+    ) -> Trained:
+        """Run a local rule for a chunk. A GPU may still work afterwards.
 
         Parameters
         ----------
@@ -702,17 +723,14 @@ class Workshop:
         room : Tree, optional
             Where trained parameters are written if the workshop :meth:`trains_copies`. The chunk's
             own are not changed then. Without ``room``, the chunk's parameters are trained in place.
-
-        Returns
-        -------
-        dict of Tensor
-            See :meth:`LocalTraining.run`.
         """
         slow = [pace.optimizer for pace in paces if not pace.optimizer.replays]
         if slow and self._replay is not None:
             self._unreplayed = f"the optimizer {slow[0]} cannot be replayed"
         if slow or self._replay is None:
-            return LocalTraining(chunk, rule, paces, self._frozen).run(batches, self._meanwhile)
+            outcome = LocalTraining(chunk, rule, paces, self._frozen).run(batches)
+            self._meanwhile()
+            return outcome
         clients = len(chunk.seen)
         # A recorded step reads the learning rate from memory, so that a schedule can change it.
         paces = [
@@ -720,9 +738,10 @@ class Workshop:
         ]
         training = self._training_for(chunk, rule, paces, self._replay)
         training.fill(chunk, paces)
-        outcome = training.run(batches, self._meanwhile)
+        outcome = training.run(batches)
         trained = chunk.params if room is None else room
         copy_all(list(trained.values()), [training.chunk.params[name] for name in trained])
+        self._meanwhile()
         return outcome
 
     def _meanwhile(self) -> None:

@@ -540,10 +540,10 @@ class SpreadCohort(StackedCohort):
         vars(self).update(vars(plain))
         self.spread = spread
 
-    def carry_out(
+    def launch(
         self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
-    ) -> tuple[Tree, dict[str, Tree], Reports]:
-        """Train all clients, each in its process."""
+    ) -> tuple[Tree, dict[str, Tree], Callable[[], Reports]]:
+        """Train all clients, each in its process, and wait for them."""
         if local != self.method.local:
             raise InputError(
                 "with several processes, cohort.train takes the method's own local rule only, got "
@@ -571,7 +571,7 @@ class SpreadCohort(StackedCohort):
         return (
             sent.tree(lambda found: found),
             {name: uploads.tree(itemgetter(name)) for name in uploads.given[0][1]},
-            reports.tree(lambda found: found),
+            lambda: reports.tree(lambda found: found),
         )
 
     def measured(self, params: Tree, split: str) -> Measured:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,8 @@ from equipoise.random import choose, choose_by_weight
 class UniformSampler(Sampler):
     """Every set of clients is equally likely."""
 
+    reads_state: ClassVar[bool] = False
+
     def select(self, state: State, candidates: Candidates, count: int) -> NDArray[np.int64]:
         """Draw clients without replacement."""
         return candidates.ids[choose(candidates.key, len(candidates.ids), count)]
@@ -37,6 +40,8 @@ class UniformSampler(Sampler):
 @dataclass(frozen=True)
 class SizeSampler(Sampler):
     """Clients are drawn in proportion to their numbers of samples, without replacement."""
+
+    reads_state: ClassVar[bool] = False
 
     def select(self, state: State, candidates: Candidates, count: int) -> NDArray[np.int64]:
         """Draw one client after the other, without replacement."""

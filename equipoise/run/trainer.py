@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from equipoise.client_index import ClientIndex
 from equipoise.data.augment import check_augmentations
 from equipoise.engine.arithmetic import exact_arithmetic
 from equipoise.engine.chunking import fastest
+from equipoise.engine.cohort import StackedCohort
 from equipoise.engine.contract import ClientsLost, Engine, RoundCohort
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.stacked import StackedEngine
@@ -175,6 +176,9 @@ class Trainer:
         if len(self._waiting):
             registered = np.setdiff1d(registered, self._waiting)
         self._registered = registered
+        # Cohorts of coming rounds that are already chosen, by the number of the round, and the
+        # cohorts that the sampler has asked.
+        self._ahead: dict[int, tuple[RoundCohort, list[RoundCohort]]] = {}
         pooled = self.view is not self.federation
         self._cohort_size = (
             len(registered) if pooled else self.training.cohort_size(len(registered))
@@ -340,7 +344,8 @@ class Trainer:
         # A longer run would not evaluate after this round.
         only_as_last = due and not self.evaluation.due(number, last=False)
         admitting = self._admit()
-        cohort, asked = self._select()
+        chosen = self._ahead.pop(number) if number in self._ahead else None
+        cohort, asked = chosen or self._select(self.state.round)
         reports_gaps = due and self.view is self.federation and self.evaluator.has_global
         if reports_gaps:
             cohort.wanted_reports.add("val_loss_after")
@@ -350,6 +355,8 @@ class Trainer:
         report_bytes = 0
         if reports_gaps and "val_loss_after" not in self.method.aggregation.needs:
             report_bytes = _BYTES_OF_A_REPORT * len(cohort.ids)
+        if not last:
+            self._trains.while_busy(self._look_ahead)
         sent, trained = self._train(prepared, cohort, number)
         clock.lap("train")
         updates, who_trained = trained, cohort.ids
@@ -437,9 +444,20 @@ class Trainer:
         self.timings.append([{"round": 0, **clock.laps}])
         self.save_checkpoint()
 
-    def _select(self) -> tuple[RoundCohort, list[RoundCohort]]:
-        """Return the cohort of the next round, and the cohorts that the sampler asked before."""
-        round_ = self.state.round
+    def _look_ahead(self) -> None:
+        """Choose the next cohort and draw its first batches, if this round cannot change them."""
+        sampler = type(self.method.sampler)
+        everyone = self._cohort_size == len(self._registered)
+        if not isinstance(self._trains, StackedEngine) or (
+            vars(sampler).get("reads_state", True) and not everyone
+        ):
+            return
+        cohort, asked = self._select(self.state.round + 1)
+        cast(StackedCohort, cohort).draw_ahead(self.method.local)
+        self._ahead = {self.state.round + 2: (cohort, asked)}
+
+    def _select(self, round_: int) -> tuple[RoundCohort, list[RoundCohort]]:
+        """Return the cohort of a round (from 0), and the cohorts that the sampler asked before."""
 
         def gather(ids: NDArray[np.int64]) -> RoundCohort:
             return self._trains.cohort(self.method, ids, round_)
@@ -810,7 +828,7 @@ class Trainer:
 
         def seconds(chunk: int) -> float:
             engine.chunk = chunk
-            prepared, cohort = self._prepare(self._select()[0])
+            prepared, cohort = self._prepare(self._select(self.state.round)[0])
             clock = Clock(engine.network.device)
             shared, each = self.method.aggregation.send(prepared, cohort)
             cohort.train(shared, each, self.method.local)

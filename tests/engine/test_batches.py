@@ -123,19 +123,35 @@ def test_a_fixed_number_of_steps_takes_so_many_times_the_batches():
     assert several.counts.tolist() == drawn(batch_size=5, steps=6).counts.tolist()
 
 
-def test_small_clients_draw_no_orders_they_never_use(monkeypatch):
+@pytest.mark.parametrize(("name", "few"), [("permutations", 0), ("permutations_array", 1000)])
+def test_small_clients_draw_no_orders_they_never_use(monkeypatch, name, few):
     drawn_epochs = []
-    original = batches_module.permutations
+    original = getattr(batches_module, name)
+    monkeypatch.setattr(batches_module, "FEW", few)
 
     def listening(keys, sizes, width):
         drawn_epochs.append(keys.shape[1])
         return original(keys, sizes, width)
 
-    monkeypatch.setattr(batches_module, "permutations", listening)
+    monkeypatch.setattr(batches_module, name, listening)
     # The largest client makes 12 steps per epoch, the smallest one.
     drawn(batch_size=1, epochs=2)
     drawn(batch_size=1, steps=5)
     assert drawn_epochs == [2, 5]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("how", [{}, {"batch_size": 5, "steps": 4}, {"epochs": 3, "a_step": 2}])
+def test_the_host_draws_the_same_batches_as_the_device(monkeypatch, how, shuffle):
+    monkeypatch.setattr(batches_module, "FEW", 0)
+    of_device = drawn(shuffle=shuffle, **how)
+    monkeypatch.setattr(batches_module, "FEW", 1000)
+    of_host = drawn(shuffle=shuffle, **how)
+    for field in ("positions", "index", "keys", "held"):
+        mine, other = getattr(of_host, field), getattr(of_device, field)
+        assert mine.dtype == other.dtype
+        assert torch.equal(mine, other), field
+    assert of_host.counts.tolist() == of_device.counts.tolist()
 
 
 def test_padding_repeats_samples_of_the_client():
@@ -301,9 +317,9 @@ def test_a_full_batch_is_no_wider_than_the_largest_client(a_step):
 
 def test_tensors_are_moved_together_and_keep_their_shapes():
     given = {
-        "matrix": torch.arange(6).view(2, 3),
-        "none": torch.empty(0, dtype=torch.int64),
-        "transposed": torch.arange(6).view(2, 3).T,
+        "matrix": np.arange(6).reshape(2, 3),
+        "none": np.empty(0, np.int64),
+        "transposed": np.arange(6).reshape(2, 3).T,
     }
     # The CPU by another name: a device that tensors have to be moved to.
     moved = batches_module._moved(given, torch.device("cpu", 0))

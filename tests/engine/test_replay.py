@@ -15,12 +15,14 @@ from equipoise.engine import local, replay
 from equipoise.engine.local import Shape, Span, Workshop
 from equipoise.engine.replay import Replay
 from equipoise.engine.settings import Machine, Training
+from equipoise.host_copy import HostCopy
 from equipoise.methods import build
 from equipoise.models.base import Model
 from equipoise.optimizers import Sgd
 from equipoise.run.api import train
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
+from equipoise.tree import Magnitudes
 from tests.engine.comparison import distance
 from tests.engine.every_method import SETTINGS, VARIANTS, skipped
 from tests.engine.federations import images
@@ -367,6 +369,32 @@ def test_work_of_the_host_is_done_once_when_steps_have_been_launched():
         cohort.train({"model": engine.network.initial()}, {}, method.local)
     # The first kind of step was recorded in the round before, the second in this one.
     assert done == ["now", 2]
+
+
+@pytest.mark.parametrize("chunk", [10, 1])
+def test_the_host_waits_only_when_everything_of_a_round_has_been_launched(monkeypatch, chunk):
+    engine = equal_clients(3, Rerun()).engine
+    engine.chunk = chunk
+    order = []
+
+    def watched(kind, name, what):
+        original = getattr(kind, name)
+
+        def noted(self, *args):
+            order.append(what)
+            return original(self, *args)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    watched(Workshop, "train", "train")
+    watched(Magnitudes, "__init__", "norms")
+    watched(HostCopy, "read", "wait")
+    method = build("fedavg")
+    cohort = engine.cohort(method, torch.arange(3).numpy(), 5)
+    cohort.train({"model": engine.network.initial()}, {}, method.local)
+    trained = 3 if chunk == 1 else 1
+    # Losses of every chunk, and then the norms, which are all float32.
+    assert order == [*["train"] * trained, "norms", *["wait"] * (trained + 1)]
 
 
 def test_an_optimizer_that_cannot_be_replayed_is_named():

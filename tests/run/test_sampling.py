@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from equipoise.engine import cohort as cohort_module
 from equipoise.errors import InputError
 from equipoise.method import Sampler
 from equipoise.methods import build
+from equipoise.methods.fedavg import UniformSampler
 from equipoise.models import build as build_model
 from equipoise.random import Purpose, choose_by_weight, fold
+from equipoise.run.trainer import Trainer
 from equipoise.tree import size_in_bytes
 from tests.own_rules import Noting, make_known
 from tests.own_samplers import PowerOfChoice
@@ -181,3 +184,42 @@ def test_candidates_know_their_groups():
     data = federation()
     small_run(method=build("fedavg", sampling=OneGroup()), cohort=2, rounds=1)
     assert groups[0].tolist() == data.groups[data.seen].tolist()
+
+
+# ---- cohorts chosen ahead ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "size"])
+@pytest.mark.parametrize("cohort", [4, 1.0])
+def test_a_cohort_that_is_chosen_ahead_is_the_same(monkeypatch, sampling, cohort):
+    draws = []
+    original = cohort_module.draw_batches
+
+    def counted(*args, **how):
+        draws.append(args)
+        return original(*args, **how)
+
+    monkeypatch.setattr(cohort_module, "draw_batches", counted)
+    how = {"method": {"name": "fedavg", "sampling": sampling}, "cohort": cohort, "rounds": 3}
+    ahead = small_run(**how)
+    with_ahead = len(draws)
+    monkeypatch.setattr(Trainer, "_look_ahead", lambda trainer: None)
+    plain = small_run(**how)
+    assert list(ahead.trainer.rounds) == list(plain.trainer.rounds)
+    wanted = plain.trainer.state.model
+    assert all(torch.equal(t, wanted[name]) for name, t in ahead.trainer.state.model.items())
+    # What is drawn ahead is used, and not drawn again.
+    assert with_ahead == len(draws) - with_ahead > 0
+
+
+def test_a_sampler_made_from_one_without_state_may_read_it():
+    seen = []
+
+    @dataclass(frozen=True)
+    class Watching(UniformSampler):
+        def select(self, state, candidates, count):
+            seen.append((state.round, candidates.key))
+            return super().select(state, candidates, count)
+
+    small_run(method=build("fedavg", sampling=Watching()), rounds=3)
+    assert seen == [(round_, fold(3, round_, Purpose.SAMPLE)) for round_ in range(3)]
