@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -40,6 +40,8 @@ from equipoise.study import load_study
 @dataclass(frozen=True)
 class InTurn(Sampler):
     """Clients take part one after another, the next ones in every round."""
+
+    reads_state: ClassVar[bool] = False
 
     def select(self, state: State, candidates: Candidates, count: int) -> NDArray[np.int64]:
         """Return the cohort of the round."""

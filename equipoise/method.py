@@ -183,9 +183,9 @@ class Sampler(Part):
     Attributes
     ----------
     reads_state : bool
-        Whether the choice depends on the state, or on what clients are asked. Where it does not,
-        the next cohort is chosen while a GPU trains the one before. Subclasses do not inherit a
-        ``False``, because they may choose differently.
+        Whether the choice depends on more of the state than the number of the round, or on what
+        clients are asked. Where it does not, the next cohort is chosen while a GPU trains the one
+        before. Subclasses do not inherit a ``False``, because they may choose differently.
     """
 
     reads_state: ClassVar[bool] = True

@@ -468,7 +468,7 @@ class Trainer:
         candidates = Registered(self._registered, self._train_sizes, key, self.view, gather)
         while True:
             try:
-                cohort = gather(self._chosen(candidates))
+                cohort = gather(self._chosen(candidates, round_))
                 break
             except ClientsLost as lost:
                 candidates = candidates.without(lost.ids)
@@ -476,10 +476,10 @@ class Trainer:
             cohort.left_out |= before.left_out
         return cohort, candidates.asked
 
-    def _chosen(self, candidates: Registered) -> NDArray[np.int64]:
-        """Return the choice of the sampler, checked."""
+    def _chosen(self, candidates: Registered, round_: int) -> NDArray[np.int64]:
+        """Return the choice of the sampler for a round, checked."""
         sampler, count = self.method.sampler, min(self._cohort_size, len(candidates.ids))
-        answer = sampler.select(self.state, candidates, count)
+        answer = sampler.select(replace(self.state, round=round_), candidates, count)
         chosen: NDArray[np.int64] = np.asarray(answer)
         fits = chosen.ndim == 1 and len(chosen) == count and np.issubdtype(chosen.dtype, np.integer)
         if fits:
