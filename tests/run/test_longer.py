@@ -108,7 +108,7 @@ def stop_before(monkeypatch, step):
 
     A killed process leaves the same files: nothing is written or removed because of the exception.
     """
-    real, count = api._lengthen, 0
+    real, count = api.write_longer_config, 0
 
     def counted(change):
         def stepped(*arguments, **options):
@@ -126,7 +126,7 @@ def stop_before(monkeypatch, step):
                 patched.setattr(os, name, counted(getattr(os, name)))
             real(*arguments)
 
-    monkeypatch.setattr(api, "_lengthen", lengthen)
+    monkeypatch.setattr(api, "write_longer_config", lengthen)
 
 
 @pytest.mark.parametrize("rounds", [3, 2], ids=["longer", "as before"])
