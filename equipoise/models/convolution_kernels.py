@@ -11,13 +11,6 @@ import triton.language as tl
 
 from equipoise.models.kernel_tools import rounded
 
-# Where entries of a kernel begin to be counted. Places and channels follow from an entry's number
-# by division. If the compiler knows that the number is small, it divides in 8 bits, two numbers at
-# a time, and results were wrong on an H200 (Triton 3.6).
-ORIGIN = 0
-# How numbers are divided into two parts for TF32: by cutting off bits, or else by rounding.
-CUT = tl.constexpr(True)
-
 
 @triton.jit
 def _own_work(tiles: tl.tensor) -> tl.tuple:
@@ -280,7 +273,7 @@ def add_products(
     total: tl.tensor, values: tl.tensor, change: tl.tensor, PRECISION: tl.constexpr
 ) -> tl.tensor:
     """Add the product of the transpose of ``values`` and ``change``, both ``[summed, ...]``."""
-    if PRECISION == "tf32" and CUT:
+    if PRECISION == "tf32":
         # Only 16-bit factors can be transposed on their way to the tensor cores. Two parts hold
         # 16 bits of a number, 5 more than TF32. The product of the second parts is left out: it is
         # below 2^-14 of the product, and 2^-17 on average. A single product of float16 factors has
@@ -291,18 +284,16 @@ def add_products(
         total = tl.dot(tl.trans(left_rest), right, total)
         total = tl.dot(tl.trans(left), right_rest, total)
         total = tl.dot(tl.trans(left), right, total)
-    elif PRECISION == "split" or PRECISION == "tf32":
-        # Only 16-bit factors can be transposed on their way to the tensor cores. The first two
-        # parts of a number hold 16 bits of it, more than TF32 does; all three hold 24.
+    elif PRECISION == "split":
+        # Three parts hold all 24 bits of a number.
         left, left_rest = _first_part(values)
         right, right_rest = _first_part(change)
         left_second, left_rest = _first_part(left_rest)
         right_second, right_rest = _first_part(right_rest)
         part = tl.zeros(total.shape, dtype=tl.float32)
-        if PRECISION == "split":
-            part = tl.dot(tl.trans(left_rest.to(tl.bfloat16)), right, part)
-            part = tl.dot(tl.trans(left), right_rest.to(tl.bfloat16), part)
-            part = tl.dot(tl.trans(left_second), right_second, part)
+        part = tl.dot(tl.trans(left_rest.to(tl.bfloat16)), right, part)
+        part = tl.dot(tl.trans(left), right_rest.to(tl.bfloat16), part)
+        part = tl.dot(tl.trans(left_second), right_second, part)
         part = tl.dot(tl.trans(left_second), right, part)
         part = tl.dot(tl.trans(left), right_second, part)
         total += tl.dot(tl.trans(left), right, part)
