@@ -35,18 +35,13 @@ Curve = dict[int, float]
 def train(seed: int, rounds: int, every: int, device: str, out: Path) -> None:
     """Train with pfl, and write a line of JSON for each tested round."""
     os.environ["PFL_PYTORCH_DEVICE"] = device
-    from pfl.aggregate.simulate import SimulatedBackend
-    from pfl.aggregate.weighting import WeightByDatapoints
-    from pfl.algorithm.base import NNAlgorithmParams
-    from pfl.algorithm.federated_averaging import FederatedAveraging
     from pfl.callback.base import TrainingProcessCallback
     from pfl.data.federated_dataset import FederatedDataset
     from pfl.data.sampling import get_user_sampler
-    from pfl.hyperparam import NNTrainHyperParams
     from pfl.metrics import Metrics
     from pfl.model.pytorch import PyTorchModel
 
-    from benchmarks.peers.pfl_research import WithLoss
+    from benchmarks.peers.pfl_research import WithLoss, average
 
     plain = load_study(STUDY).jobs[0].experiment.plain()
     experiment = experiment_from({**plain, "seed": seed}, str(STUDY), [])
@@ -90,28 +85,15 @@ def train(seed: int, rounds: int, every: int, device: str, out: Path) -> None:
     dataset = FederatedDataset.from_slices(users, get_user_sampler("random", list(users)))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
-    FederatedAveraging().run(
-        NNAlgorithmParams(
-            central_num_iterations=rounds,
-            evaluation_frequency=rounds,
-            train_cohort_size=training.cohort_size(federation.clients),
-            val_cohort_size=None,
-        ),
-        SimulatedBackend(
-            training_data=dataset, val_data=dataset, postprocessors=[WeightByDatapoints()]
-        ),
-        PyTorchModel(
-            model=module,
-            local_optimizer_create=torch.optim.SGD,
-            central_optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
-        ),
-        NNTrainHyperParams(
-            local_batch_size=training.batch_size,
-            local_num_epochs=training.epochs,
-            local_learning_rate=training.optimizer.lr,
-        ),
-        callbacks=[Tests()],
-        send_metrics_to_platform=False,
+    average(
+        module,
+        dataset,
+        Tests(),
+        rounds=rounds,
+        cohort=training.cohort_size(federation.clients),
+        batch=training.batch_size,
+        epochs=training.epochs,
+        lr=training.optimizer.lr,
     )
 
 

@@ -51,22 +51,23 @@ class RoundDone(TrainingProcessCallback):
         return False, Metrics()
 
 
-def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, Tensor]:
-    """Train as ``benchmarks.protocol.Train`` asks. pfl always uses the stored order of samples."""
-    os.environ["PFL_PYTORCH_DEVICE"] = str(work.device)
-    job = work.job
-    x, y = work.data()
-    module = WithLoss(work.model(stage))
-    # pfl's own sampler visits users in order, which gives exactly the cohorts of
-    # ``job.cohort_of``.
-    users = {client: (x[client], y[client]) for client in range(job.clients)}
-    dataset = FederatedDataset.from_slices(users, MinimizeReuseUserSampler(list(users)))
-    rounds = stage.warmup + stage.rounds
+def average(
+    module: WithLoss,
+    dataset: FederatedDataset,
+    callback: TrainingProcessCallback,
+    *,
+    rounds: int,
+    cohort: int,
+    batch: int,
+    epochs: int,
+    lr: float,
+) -> None:
+    """Train a module by pfl's federated averaging, weighted by numbers of samples."""
     FederatedAveraging().run(
         NNAlgorithmParams(
             central_num_iterations=rounds,
             evaluation_frequency=rounds,
-            train_cohort_size=job.cohort,
+            train_cohort_size=cohort,
             val_cohort_size=None,
         ),
         SimulatedBackend(
@@ -77,11 +78,30 @@ def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, 
             local_optimizer_create=torch.optim.SGD,
             central_optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
         ),
-        NNTrainHyperParams(
-            local_batch_size=job.batch, local_num_epochs=job.epochs, local_learning_rate=job.lr
-        ),
-        callbacks=[RoundDone(round_done)],
+        NNTrainHyperParams(local_batch_size=batch, local_num_epochs=epochs, local_learning_rate=lr),
+        callbacks=[callback],
         send_metrics_to_platform=False,
+    )
+
+
+def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, Tensor]:
+    """Train as ``benchmarks.protocol.Train`` asks. pfl always uses the stored order of samples."""
+    os.environ["PFL_PYTORCH_DEVICE"] = str(work.device)
+    job = work.job
+    x, y = work.data()
+    module = WithLoss(work.model(stage))
+    # pfl's own sampler visits users in order, which gives exactly the cohorts of
+    # ``job.cohort_of``.
+    users = {client: (x[client], y[client]) for client in range(job.clients)}
+    average(
+        module,
+        FederatedDataset.from_slices(users, MinimizeReuseUserSampler(list(users))),
+        RoundDone(round_done),
+        rounds=stage.warmup + stage.rounds,
+        cohort=job.cohort,
+        batch=job.batch,
+        epochs=job.epochs,
+        lr=job.lr,
     )
     return {name: parameter.detach().cpu() for name, parameter in module.model.named_parameters()}
 
