@@ -78,6 +78,11 @@ class DeviceData:
         """Whether all samples are in the memory of a GPU, which can then replay steps."""
         return self._resident and self.device.type == "cuda"
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether all samples are in memory, and the device is a CPU."""
+        return self._resident and self.device.type == "cpu"
+
     def fetch(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the samples and targets at positions of any shape."""
         return self.inputs(positions), self.targets(positions)

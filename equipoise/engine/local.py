@@ -9,7 +9,7 @@ those rows. A single client is not stacked at all: the same code then is the pla
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, groupby
@@ -22,20 +22,20 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_map as tree_map_any
 
-from equipoise.client import Client, Finished
+from equipoise.client import Finished
 from equipoise.data.augment import Augmentation, moves_pixels
 from equipoise.engine.batches import Batches
 from equipoise.engine.data import DeviceData
 from equipoise.engine.frozen import FrozenFeatures, features_rest
+from equipoise.engine.gradients import Batch, Look, PhaseGradient, Rows, StepGradient
 from equipoise.engine.memory import checked_memory
 from equipoise.engine.network import Network
 from equipoise.engine.replay import STEPS_A_GRAPH, Inputs, Replay
-from equipoise.engine.stack import first_rows, in_plain_words, over_clients, tree_first_rows
+from equipoise.engine.stack import first_rows, in_plain_words, tree_first_rows
+from equipoise.engine.tape import Tapes
 from equipoise.errors import InputError
 from equipoise.host_copy import HostCopy
-from equipoise.masked import masked_mean
-from equipoise.method import FollowsRate, LocalRule, Loss, Phase, PlainGradient, Reports, Value
-from equipoise.models.layers import Forward
+from equipoise.method import LocalRule, Phase, PlainGradient, Reports
 from equipoise.optimizers import Column, Count, Optimizer, OptimizerState, Sgd
 from equipoise.random import Purpose, fold_tensor
 from equipoise.stacks import copy_all
@@ -164,17 +164,27 @@ class PhaseRun:
         The clients.
     pace : Pace
         Optimizer, learning rate and clipping.
+    tapes : Tapes, optional
+        Where to record gradients; without one they are computed from Python.
+    name : hashable
+        Distinguishes phases in the tapes.
     """
 
-    def __init__(self, phase: Phase, chunk: Chunk, pace: Pace) -> None:
+    def __init__(
+        self,
+        phase: Phase,
+        chunk: Chunk,
+        pace: Pace,
+        tapes: Tapes | None = None,
+        name: Hashable = None,
+    ) -> None:
         self.phase, self.chunk, self.pace = phase, chunk, pace
         moving = select(chunk.params, phase.move)
-        self.moving = frozenset(moving)
-        self.features_rest = features_rest(chunk, self.moving)
-        self.moving_buffers = {
+        self.features_rest = features_rest(chunk, frozenset(moving))
+        buffers = frozenset(
             name for name in moving if name.removeprefix(PERSONAL) in chunk.network.buffers
-        }
-        self.names = [name for name in moving if name not in self.moving_buffers]
+        )
+        self.names = tuple(name for name in moving if name not in buffers)
         if not self.names:
             raise InputError(
                 f"nothing of {phase.move!r} can be trained: it holds no parameters with "
@@ -185,11 +195,9 @@ class PhaseRun:
         self.losses = torch.zeros(len(chunk.seen), dtype=torch.float64, device=chunk.seen.device)
         # The task's part of the losses, if a method adds further terms.
         self.task_losses = torch.zeros_like(self.losses) if phase.adds_terms else self.losses
-        # Asked once: whether an object has the methods of a protocol takes Python long to say.
-        self._follows_rate = isinstance(phase.gradient, FollowsRate)
+        self._gradients = PhaseGradient(phase, chunk.network, self.names, buffers)
+        self._tapes, self._name = tapes, name
         self._active = 0
-        # Whether gradients of the current step may be left as factors.
-        self._factored = False
 
     def begin(self, batches: Batches, frozen: FrozenFeatures | None = None) -> None:
         """Start the phase with new batches, a new optimizer state and no losses.
@@ -223,14 +231,19 @@ class PhaseRun:
             return
         self._active = active
         chunk, optimizer, lr = self.chunk, self.pace.optimizer, self.pace.lr
-        self._moving_rows = [first_rows(tensor, active) for tensor in self.params]
-        self._fixed_rows = {
-            n: first_rows(t, active) for n, t in chunk.params.items() if n not in self.names
-        }
-        self._each = tree_first_rows(chunk.each, active)
-        self._memory = {name: tree_first_rows(tree, active) for name, tree in chunk.memory.items()}
-        self._seen = first_rows(chunk.seen, active)
         self._lr = first_rows(lr, active) if isinstance(lr, Tensor) else lr
+        fixed = {name: t for name, t in chunk.params.items() if name not in self.names}
+        self._rows = Rows(
+            moving=[first_rows(tensor, active) for tensor in self.params],
+            fixed=tree_first_rows(fixed, active),
+            each=tree_first_rows(chunk.each, active),
+            memory={name: tree_first_rows(tree, active) for name, tree in chunk.memory.items()},
+            seen=first_rows(chunk.seen, active),
+            still=chunk.still,
+            sent=dict(chunk.sent),
+            round=chunk.round,
+            lr=self._lr if self._gradients.follows_rate else None,
+        )
         self._state: OptimizerState = (
             {name: [first_rows(t, active) for t in tensors] for name, tensors in self.state.items()}
             if optimizer.stacked
@@ -291,34 +304,36 @@ class PhaseRun:
     def advance(self, inputs: StepInput, step: int) -> None:
         """Make a step with tensor operations only, so that a GPU can replay them."""
         active, together = self._active, self.batches.a_step
-        recorded: Tree = {}
-        # By where losses are in memory: a gradient rule returns those of one of its looks at a
-        # batch.
-        self._of_task: dict[int, tuple[Tensor, Tensor]] = {}
-        each_batch = (
-            [inputs] if together == 1 else [inputs.batch(index) for index in range(together)]
-        )
-        losses_used = self.phase.losses_in(step)
-        self._factored = self._may_factor(inputs)
-        values = [
-            self._value(batch, loss, recorded)
-            for batch, loss in zip(each_batch, losses_used, strict=True)
-        ]
-        losses, gradients = self._gradient(values)
+        found = self._gradient(inputs, step)
+        gradients = found.gradients
         with torch.no_grad():
             if self.pace.clip is not None:
                 gradients = _clip(gradients, self.pace.clip, stacked=active > 1)
             self.pace.optimizer.step(
-                self._moving_rows, gradients, self._state, self._lr, inputs.number
+                self._rows.moving, gradients, self._state, self._lr, inputs.number
             )
-            for name, new in recorded.items():
-                self._fixed_rows[name].copy_(new.detach())
+            for name, new in found.statistics.items():
+                self._rows.fixed[name].copy_(new)
             samples = inputs.counts if together == 1 else inputs.counts.sum(1)
-            self.losses[:active] += losses.double() * samples
+            self.losses[:active] += found.losses.double() * samples
             if self.phase.adds_terms:
-                _, of_task = self._of_task.get(losses.data_ptr(), (losses, losses))
-                self.task_losses[:active] += of_task.double() * samples
-            self._of_task.clear()
+                self.task_losses[:active] += found.task_losses.double() * samples
+
+    def _gradient(self, inputs: StepInput, step: int) -> StepGradient:
+        """Return the gradient of a step, from a tape if there is one."""
+        together = self.batches.a_step
+        batches = [inputs] if together == 1 else [inputs.batch(index) for index in range(together)]
+        look = Look(
+            self.phase.losses_in(step), self._active > 1, self._frozen, self._may_factor(inputs)
+        )
+        program = partial(self._gradients, look)
+        given = self._rows, [self._batch(batch) for batch in batches]
+        if self._tapes is None:
+            return program(given)
+        lr = None if isinstance(self._rows.lr, Tensor) else self._rows.lr
+        moves = None if self._frozen is None else self._frozen.moves
+        name = self._name, step % self.phase.turns, look.stacked, moves, lr
+        return self._tapes.carry_out(name, program, given)
 
     def _may_factor(self, inputs: StepInput) -> bool:
         """Return whether gradients by weights may be left as factors for the optimizer.
@@ -338,96 +353,16 @@ class PhaseRun:
             and optimizer.takes_factors(self._lr)
         )
 
-    def _gradient(self, values: Sequence[Value]) -> tuple[Tensor, list[Any]]:
-        """Return the losses of a step, and one gradient per parameter."""
-        if self._factored:
-            # Imported here, because it needs Triton.
-            from equipoise.models import factored
-
-            return factored.gradient(values[0], self._moving_rows)
-        gradient = self.phase.gradient
-        if self._follows_rate:
-            gradient = gradient.at_rate(self._lr)  # type: ignore[attr-defined]
-        return gradient(values, self._moving_rows)
-
-    def _value(self, batch: StepInput, loss: Loss, recorded: Tree) -> Value:
-        """Return the loss function of a batch, which records BatchNorm statistics once."""
-        active = self._active
-        x, y = (self._frozen or self.chunk.data).fetch(batch.positions)
+    def _batch(self, inputs: StepInput) -> Batch:
+        """Fetch a batch, and augment it."""
+        x, y = (self._frozen or self.chunk.data).fetch(inputs.positions)
         if self.chunk.augment:
-            x, y = self._augmented(x, y, batch.keys)
+            x, y = self._augmented(x, y, inputs.keys)
         x, y, where, key = (
-            first_rows(tensor, active) for tensor in (x, y, batch.positions, batch.keys)
+            first_rows(tensor, self._active) for tensor in (x, y, inputs.positions, inputs.keys)
         )
-        mask = None if batch.mask is None else first_rows(batch.mask, active)
-        of_one_client = partial(self._of_one_client, loss)
-        of_all = of_one_client if active == 1 else over_clients(of_one_client)
-
-        def value(moving: list[Tensor]) -> Tensor:
-            given = self._fixed_rows, x, y, where, mask, self._each, self._memory, self._seen, key
-            with in_plain_words(f"the loss {_named(loss)}"):
-                losses, of_task, buffers = of_all(moving, *given)
-            # Keep losses, so that other tensors of the step do not reuse their memory.
-            self._of_task |= {losses.data_ptr(): (losses, values) for values in of_task.values()}
-            # BatchNorm statistics follow the step's first forward pass only, however often a
-            # gradient rule looks again.
-            if not recorded:
-                recorded.update(buffers)
-            return losses
-
-        return value
-
-    def _of_one_client(
-        self,
-        loss: Loss,
-        moving: list[Tensor],
-        fixed: Tree,
-        x: Tensor,
-        y: Tensor,
-        where: Tensor,
-        mask: Tensor | None,
-        each: Tree,
-        memory: dict[str, Tree],
-        seen: Tensor,
-        key: Tensor,
-    ) -> tuple[Tensor, Tree, Tree]:
-        """Return a client's mean loss, the task's loss if it differs, and BatchNorm statistics."""
-        client = Client(
-            network=self.chunk.network,
-            params={**self.chunk.still, **fixed, **dict(zip(self.names, moving, strict=True))},
-            x=x if self._frozen is None else self._frozen.batch(x, where),
-            y=y,
-            forward=Forward(
-                train=True,
-                mask=mask,
-                key=key,
-                stacked=self._active > 1,
-                factored=self._factored,
-            ),
-            sent=self.chunk.sent,
-            each=each,
-            memory=memory,
-            seen=seen,
-            round=self.chunk.round,
-            moving=self.moving,
-        )
-        recorded: Tree = {}
-        client.recording(recorded)
-        values = loss(client.noting({}) if self.phase.adds_terms else client)
-        if not isinstance(values, Tensor) or values.shape != y.shape[:1]:
-            what = (
-                f"values of shape {tuple(values.shape)}"
-                if isinstance(values, Tensor)
-                else repr(values)
-            )
-            raise InputError(
-                f"the loss {_named(loss)} returned {what} for {len(y)} samples; valid: one value "
-                f"per sample, of shape ({len(y)},), so that padding can be left out"
-            )
-        task_loss = client.task_loss_of_step()
-        of_task = {} if task_loss is None else {"task_loss": masked_mean(task_loss, mask)}
-        buffers = {n: value for n, value in recorded.items() if n in self.moving_buffers}
-        return masked_mean(values, mask), of_task, buffers
+        mask = None if inputs.mask is None else first_rows(inputs.mask, self._active)
+        return Batch(x, y, where, mask, key)
 
     def _augmented(self, x: Tensor, y: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Augment the images of a batch, and their masks if pixels move."""
@@ -439,10 +374,6 @@ class PhaseRun:
             if self.chunk.network.task.spatial and moves_pixels(augmentation):
                 targets = augmentation(targets.unsqueeze(1), own_keys).squeeze(1)
         return images.view_as(x), targets.view_as(y)
-
-
-def _named(loss: Loss) -> str:
-    return str(getattr(loss, "__qualname__", loss))
 
 
 def _clip(gradients: list[Tensor], limit: float, *, stacked: bool) -> list[Tensor]:
@@ -499,6 +430,8 @@ class LocalTraining:
         Storage of z while features are not trained.
     replay : Replay, optional
         Where to record steps; without one every step is carried out from Python.
+    tapes : Tapes, optional
+        Where to record gradients if steps are not recorded.
     """
 
     def __init__(
@@ -508,11 +441,13 @@ class LocalTraining:
         paces: Sequence[Pace],
         frozen: FrozenFeatures,
         replay: Replay | None = None,
+        tapes: Tapes | None = None,
     ) -> None:
         self.chunk, self.rule, self.paces, self.frozen = chunk, rule, paces, frozen
         self.replay, self.number = replay, next(_NUMBERS)
         self.runs = [
-            PhaseRun(phase, chunk, p) for phase, p in zip(rule.phases(), paces, strict=True)
+            PhaseRun(phase, chunk, pace, tapes, (rule, index))
+            for index, (phase, pace) in enumerate(zip(rule.phases(), paces, strict=True))
         ]
 
     @property
@@ -679,6 +614,8 @@ class Workshop:
     ----------
     replay : Replay, optional
         Where to record steps; without one every step is carried out from Python.
+    tapes : Tapes, optional
+        Where to record gradients if steps are not recorded.
 
     Attributes
     ----------
@@ -686,10 +623,10 @@ class Workshop:
         What the host does, once each, while the device trains the next chunk.
     """
 
-    def __init__(self, replay: Replay | None = None) -> None:
+    def __init__(self, replay: Replay | None = None, tapes: Tapes | None = None) -> None:
         self.meanwhile: list[Callable[[], None]] = []
         self._trainings: OrderedDict[Any, LocalTraining] = OrderedDict()
-        self._replay = replay
+        self._replay, self._tapes = replay, tapes
         self._frozen = FrozenFeatures()
         self._unreplayed: str | None = None
 
@@ -728,7 +665,8 @@ class Workshop:
         if slow and self._replay is not None:
             self._unreplayed = f"the optimizer {slow[0]} cannot be replayed"
         if slow or self._replay is None:
-            outcome = LocalTraining(chunk, rule, paces, self._frozen).run(batches)
+            training = LocalTraining(chunk, rule, paces, self._frozen, tapes=self._tapes)
+            outcome = training.run(batches)
             self._meanwhile()
             return outcome
         clients = len(chunk.seen)

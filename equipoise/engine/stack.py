@@ -156,16 +156,16 @@ def over_clients(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def of_all(*given: Any) -> Any:
         tensors: list[Tensor] = []
-        form, answered = _taken_apart(given, tensors), None
+        form, answered = taken_apart(given, tensors), None
 
         def of_one(*own: Tensor) -> tuple[Tensor, ...]:
             nonlocal answered
             found: list[Tensor] = []
-            answered = _taken_apart(function(*_put_together(form, iter(own))), found)
+            answered = taken_apart(function(*put_together(form, iter(own))), found)
             return tuple(found)
 
         stacks = vmap(of_one)(*tensors)
-        return _put_together(answered, iter(stacks))
+        return put_together(answered, iter(stacks))
 
     return of_all
 
@@ -174,24 +174,38 @@ def over_clients(function: Callable[..., Any]) -> Callable[..., Any]:
 _TENSOR = object()
 
 
-def _taken_apart(given: Any, tensors: list[Tensor]) -> Any:
-    """Append the tensors of a structure to a list, and return its form."""
+def taken_apart(given: Any, tensors: list[Tensor]) -> Any:
+    """Append the tensors of dictionaries, lists and tuples to a list, and return the rest.
+
+    Examples
+    --------
+    >>> import torch
+    >>> tensors = []
+    >>> form = taken_apart({"a": torch.tensor(1), "b": (2, None)}, tensors)
+    >>> tensors, put_together(form, iter([torch.tensor(3)]))
+    ([tensor(1)], {'a': tensor(3), 'b': (2, None)})
+    """
     if isinstance(given, Tensor):
         tensors.append(given)
         return _TENSOR
     if isinstance(given, dict):
-        return {name: _taken_apart(value, tensors) for name, value in given.items()}
+        return {name: taken_apart(value, tensors) for name, value in given.items()}
     if isinstance(given, (list, tuple)):
-        return type(given)([_taken_apart(value, tensors) for value in given])
+        return _like(given, [taken_apart(value, tensors) for value in given])
     return given
 
 
-def _put_together(form: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return the structure of a form, with tensors in their places."""
+def put_together(form: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return what :func:`taken_apart` took apart, with other tensors."""
     if form is _TENSOR:
         return next(tensors)
     if isinstance(form, dict):
-        return {name: _put_together(value, tensors) for name, value in form.items()}
+        return {name: put_together(value, tensors) for name, value in form.items()}
     if isinstance(form, (list, tuple)):
-        return type(form)([_put_together(value, tensors) for value in form])
+        return _like(form, [put_together(value, tensors) for value in form])
     return form
+
+
+def _like(given: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
+    """Return values in the kind of sequence that was given."""
+    return getattr(type(given), "_make", type(given))(values)

@@ -24,6 +24,7 @@ from equipoise.engine.memory import Memory, MemoryStore, checked_memory
 from equipoise.engine.network import Network
 from equipoise.engine.replay import Replay
 from equipoise.engine.settings import Machine, Training
+from equipoise.engine.tape import Tapes
 from equipoise.errors import InputError
 from equipoise.federation import Federation, Split
 from equipoise.losses import check_loss
@@ -99,7 +100,10 @@ class StackedEngine:
         self.total_was_read = False
         self.metrics: tuple[Metric, ...] = ()
         self.counting: Counting | None = None
-        self.workshop = Workshop(Replay() if machine.replay and self.data.on_gpu else None)
+        self.workshop = Workshop(
+            Replay() if machine.replay and self.data.on_gpu else None,
+            Tapes() if machine.replay and self.data.on_cpu else None,
+        )
         self.train_indices = torch.from_numpy(self.view.train.indices).to(device)
         if isinstance(machine.chunk, int):
             self.chunk = machine.chunk

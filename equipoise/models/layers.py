@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from equipoise.errors import InputError
 from equipoise.models.frozen import Frozen, transforms
+from equipoise.models.linear_products import Product
 from equipoise.models.patches import PatchProduct
 from equipoise.random import fold_tensor, keep_mask
 
@@ -452,9 +453,14 @@ class Linear(nn.Linear):
             made: Tensor = products.SplitProduct.apply(x, self.weight, self.bias)
             return made
         factored = _current is not None and _current.factored
-        if self.constant or x.dim() != 2 or not (factored or _stacked_on_gpu(x)):
+        if self.constant or x.dim() != 2 or not (factored or _is_stacked()):
             return super().forward(x)
         return _product(x, self.weight, self.bias, factored=factored)
+
+
+def _is_stacked() -> bool:
+    """Return whether this is a pass of stacked clients."""
+    return _current is not None and _current.stacked
 
 
 def _stacked_on_gpu(x: Tensor) -> bool:
@@ -465,14 +471,14 @@ def _stacked_on_gpu(x: Tensor) -> bool:
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, *, factored: bool = False) -> Tensor:
     """Do what ``F.linear`` does, with a gradient that lies in memory as the weights do.
 
-    With ``factored`` that by the weights may be left as factors.
+    With ``factored`` the gradient by the weights may be left as factors.
     """
     given: tuple[Tensor | None, ...] = (x, weight, bias)
-    if torch.is_autocast_enabled("cuda"):
-        lowered = torch.get_autocast_dtype("cuda")
+    if torch.is_autocast_enabled(x.device.type):
+        lowered = torch.get_autocast_dtype(x.device.type)
         given = tuple(None if tensor is None else tensor.to(lowered) for tensor in given)
     ours = factored or _has_few_rows(x, weight)
-    multiply = import_module("equipoise.models.factored").product if ours else _Product.apply
+    multiply = import_module("equipoise.models.factored").product if ours else Product.apply
     made: Tensor = multiply(*given)
     return made
 
@@ -484,33 +490,6 @@ def _has_few_rows(x: Tensor, weight: Tensor) -> bool:
         return False
     kernels = _module_with_triton("row_kernels", x.device)
     return kernels is not None and kernels.pay_for(len(x), *weight.shape)
-
-
-class _Product(torch.autograd.Function):
-    """The product of a batch and weights.
-
-    PyTorch's own gradient by stacked weights is a transposed view. Adding it to the weights takes
-    twice as long as memory allows.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, bias = inputs
-        ctx.biased = bias is not None
-        ctx.save_for_backward(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, upper: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        of_x = upper @ weight if ctx.needs_input_grad[0] else None
-        of_weight = upper.t() @ x if ctx.needs_input_grad[1] else None
-        return of_x, of_weight, upper.sum(0) if ctx.biased else None
 
 
 def _split_products(x: Tensor) -> Any:
@@ -571,8 +550,22 @@ class Convolution(nn.Conv2d):
             geometry = kernels.Geometry(*how)
             made: Tensor = kernels.convolve(x, self.weight, self.bias, geometry, relu=relu)
             return made if self.channels_innermost else made.contiguous()
-        y = super().forward(x) if self._in_groups(x) else self._by_patches(x)
+        if not self._in_groups(x):
+            y = self._by_patches(x)
+        elif self._pays_innermost(x):
+            y = super().forward(x.contiguous(memory_format=torch.channels_last))
+        else:
+            y = super().forward(x)
         return y.relu() if relu else y
+
+    def _pays_innermost(self, x: Tensor) -> bool:
+        """Return whether PyTorch's convolution is faster if channels are innermost in memory.
+
+        On a CPU it is, in float32. Under ``vmap`` the layout cannot be chosen.
+        """
+        in_engine = _current is not None and not transforms()
+        plain = x.dim() == 4 and x.device.type == "cpu" and x.dtype == torch.float32
+        return self.channels_innermost and in_engine and plain
 
     def _in_groups(self, x: Tensor) -> bool:
         """Return whether PyTorch's own convolution is the better one if there are no kernels."""

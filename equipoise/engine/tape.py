@@ -1,0 +1,438 @@
+"""Programs of tensor operations that a CPU repeats without the Python code around them.
+
+A step of a small model takes a CPU less time than Python, ``vmap`` and autograd need to arrange it.
+A tape holds the operations that reach PyTorch's kernels in the end. Running it repeats them in the
+same order on tensors of the same layout, so the results have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from equipoise.engine.stack import put_together, taken_apart
+
+# How often a program runs before it is recorded. Recording takes as long as a few runs.
+RUNS_BEFORE = 2
+# How many programs are known at a time. Unequal clients finish at different steps, and every number
+# of active clients is a program of its own.
+MOST_PROGRAMS = 256
+
+_ops = torch.ops.aten
+# Operations whose results depend on shapes and options only.
+_FILLED = {
+    _ops.full_like.default,
+    _ops.new_full.default,
+    _ops.new_ones.default,
+    _ops.new_zeros.default,
+    _ops.ones_like.default,
+    _ops.zeros_like.default,
+}
+# Operations that draw random numbers, and those whose results decide what a program does next.
+_NOT_REPEATED = {
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+}
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+
+
+class NotRecordable(RuntimeError):
+    """A program does something that a tape cannot repeat."""
+
+
+class Tape:
+    """A recorded program of tensors.
+
+    Parameters
+    ----------
+    program : callable
+        Takes tensors, and returns a sequence of tensors. It is run once. It may read other tensors
+        if these are the same in every run.
+    inputs : sequence of Tensor
+        Its arguments.
+
+    Attributes
+    ----------
+    outputs : list of Tensor
+        The results of the run that was recorded.
+
+    Raises
+    ------
+    NotRecordable
+        If the program draws random numbers, or does something that depends on values.
+
+    Examples
+    --------
+    >>> tape = Tape(lambda x, y: [(x @ y).relu()], [torch.ones(2, 2), torch.ones(2, 2)])
+    >>> tape([torch.eye(2), torch.tensor([[1.0, -1.0], [2.0, 3.0]])])
+    [tensor([[1., 0.],
+            [2., 3.]])]
+    """
+
+    def __init__(self, program: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> None:
+        # Each input is an object of its own, because a tensor that was given twice may be two in
+        # the next run.
+        own = [tensor.detach() for tensor in inputs]
+        with _Recorder() as recorder:
+            self.outputs = [*program(*own)]
+        self._run = _Writer(own, self.outputs, recorder.calls).function()
+
+    @torch.no_grad()
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the results for other inputs of the same shapes and layouts."""
+        return self._run(*inputs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One operation of a program, with the tensors that it got and returned."""
+
+    op: Any
+    args: Sequence[Any]
+    options: dict[str, Any]
+    result: Any
+
+    @property
+    def read(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return list(_tensors_in([*self.args, *self.options.values()]))
+
+    @property
+    def made(self) -> list[Tensor]:
+        """The tensors among the results."""
+        return list(_tensors_in(self.result))
+
+    @property
+    def written(self) -> list[Tensor]:
+        """The tensors that are changed in place."""
+        arguments = self.op._schema.arguments
+        changed = [
+            self.args[index] if index < len(self.args) else self.options.get(argument.name)
+            for index, argument in enumerate(arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        return list(_tensors_in(changed))
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every operation that reaches PyTorch's kernels.
+
+    The calls keep their tensors, so no two of them are at the same place in memory unless one is a
+    view of the other.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Do not let PyTorch import its compiler, which takes seconds. None is at work here."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        # Before the operation, so that no random numbers are used up.
+        if not _NOT_REPEATED.isdisjoint(func.tags) and not _is_plain_index(func, args):
+            raise NotRecordable(f"{func} depends on values or draws random numbers")
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor | tuple | list | None):
+            raise NotRecordable(f"{func} returns {type(result).__name__}, no tensor")
+        self.calls.append(_Call(func, args, kwargs or {}, result))
+        return result
+
+
+def _is_plain_index(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether an operation indexes by integers: shapes do not depend on their values."""
+    masks = (torch.bool, torch.uint8)
+    return func is _ops.index.Tensor and not any(
+        index.dtype in masks for index in args[1] if index is not None
+    )
+
+
+class _Writer:
+    """Writes the operations of a program as a Python function.
+
+    Operations without effect are left out: views of a whole tensor, products with 1, and those
+    whose results nothing reads. What depends on no input is computed once.
+    """
+
+    def __init__(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], calls: Sequence[_Call]
+    ) -> None:
+        self._inputs, self._outputs = inputs, outputs
+        # Names of tensors by their identity, and the values of all names but local variables.
+        self._names: dict[int, str] = {}
+        self._values: dict[str, Any] = {}
+        # Names of tensors that are the same in every run.
+        self._constants: set[str] = set()
+        for tensor in inputs:
+            self._name(tensor)
+        self._calls = self._needed(self._with_effect(calls))
+
+    def function(self) -> Callable[..., list[Tensor]]:
+        """Return the function."""
+        returned = [self._read(tensor) for tensor in self._outputs]
+        given = [self._names[id(tensor)] for tensor in self._inputs]
+        # A variable is deleted after its last use, which frees memory as Python would.
+        last = {name: call for call in self._calls for name in self._variables(call.read)}
+        lines = []
+        for call in self._calls:
+            made = self._variables(call.made)
+            lines.append(self._line(call))
+            done = {name for name in self._variables(call.read) if last[name] is call}
+            done |= {name for name in made if name not in last}
+            if done := done.difference(given, returned):
+                lines.append(f"del {', '.join(sorted(done))}")
+        head, tail = f"def run({', '.join(given)}):", f"return [{', '.join(returned)}]"
+        found: dict[str, Any] = {}
+        exec("\n    ".join([head, *lines, tail]), self._values, found)
+        function: Callable[..., list[Tensor]] = found["run"]
+        return function
+
+    def _with_effect(self, calls: Sequence[_Call]) -> list[_Call]:
+        """Name all tensors, and return the calls whose results are not known beforehand."""
+        # Memory that may change after it was filled. Whoever gets the results may change them.
+        changed = {_place(tensor) for call in calls for tensor in call.written}
+        changed |= {_place(tensor) for tensor in self._outputs}
+        met = {_place(tensor) for tensor in self._inputs}
+        kept = []
+        for call in calls:
+            for tensor in call.read:
+                if id(tensor) not in self._names and _place(tensor) in met:
+                    raise NotRecordable(f"{call.op} reads a tensor that no operation returned")
+            read = {self._read(tensor) for tensor in call.read}
+            made = {_place(tensor) for tensor in call.made}
+            met |= made
+            same = _same(call, changed)
+            if same is not None:
+                self._names[id(call.result)] = self._names[id(same)]
+            elif (read <= self._constants or call.op in _FILLED) and made.isdisjoint(changed):
+                self._constants |= {self._hold(tensor) for tensor in call.made}
+            else:
+                for tensor in call.made:
+                    self._name(tensor)
+                kept.append(call)
+        return kept
+
+    def _needed(self, calls: Sequence[_Call]) -> list[_Call]:
+        """Return the calls that change something, or whose results are read."""
+        wanted = {self._read(tensor) for tensor in self._outputs}
+        needed = []
+        for call in reversed(calls):
+            if call.written or not wanted.isdisjoint(self._variables(call.made)):
+                wanted |= self._variables(call.read)
+                needed.append(call)
+        return needed[::-1]
+
+    def _line(self, call: _Call) -> str:
+        """Write a call."""
+        args = [self._written(value) for value in call.args]
+        args += [f"{name}={self._written(value)}" for name, value in call.options.items()]
+        expression = f"{self._hold(call.op)}({', '.join(args)})"
+        if isinstance(call.result, Tensor):
+            return f"{self._names[id(call.result)]} = {expression}"
+        # Some gradients may be None.
+        made = [self._names.get(id(each), "_") for each in call.result or ()]
+        return f"[{', '.join(made)}] = {expression}" if made else expression
+
+    def _written(self, value: Any) -> str:
+        """Write an argument."""
+        if isinstance(value, Tensor):
+            return self._read(value)
+        if isinstance(value, tuple | list):
+            return f"[{', '.join(map(self._written, value))}]"
+        return self._hold(value)
+
+    def _variables(self, tensors: Iterable[Tensor]) -> set[str]:
+        """Return the names of those tensors that are local variables."""
+        return {self._names[id(tensor)] for tensor in tensors} - self._values.keys()
+
+    def _name(self, tensor: Tensor) -> None:
+        """Name a local variable, unless it has a name."""
+        self._names.setdefault(id(tensor), f"v{len(self._names)}")
+
+    def _read(self, tensor: Tensor) -> str:
+        """Return the name of a tensor. One that the program did not make is always the same one."""
+        return self._names.get(id(tensor)) or self._hold(tensor)
+
+    def _hold(self, value: Any) -> str:
+        """Name a value that all runs share."""
+        name = f"k{len(self._values)}"
+        self._values[name] = value
+        if isinstance(value, Tensor):
+            self._names[id(value)] = name
+        return name
+
+
+def _same(call: _Call, changed: set[int]) -> Tensor | None:
+    """Return the argument of a call that its result equals, if there is one."""
+    made = call.result
+    if call.written or not isinstance(made, Tensor):
+        return None
+    if call.op is _ops.mul.Scalar and call.args[1] == 1 and _layout(made) == _layout(call.args[0]):
+        copied = call.args[0]
+        return copied if changed.isdisjoint((_place(made), _place(copied))) else None
+    for tensor in call.read:
+        if made.data_ptr() == tensor.data_ptr() and _layout(made) == _layout(tensor):
+            return tensor
+    return None
+
+
+def _layout(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    """Return what operations depend on besides values."""
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _place(tensor: Tensor) -> int:
+    """Return where the memory begins that a tensor shares with its views."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors_in(values: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors of nested sequences."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors_in(value)
+
+
+@dataclass
+class _Program:
+    """What is known about a program.
+
+    Attributes
+    ----------
+    form : nested values
+        Its arguments, without their tensors.
+    runs : int
+        How often it has run from Python.
+    tape : Tape or None
+        Its tape, once it was recorded.
+    made : nested values
+        Its results, without their tensors.
+    trusted : bool
+        Whether the tape has returned the same results as the program.
+    refused : bool
+        Whether it cannot be recorded, or its tape returned other results.
+    """
+
+    form: Any
+    runs: int = 0
+    tape: Tape | None = None
+    made: Any = None
+    trusted: bool = False
+    refused: bool = False
+
+
+class Tapes:
+    """Runs programs, and repeats those that come again from tapes.
+
+    A tape is used once it has returned the same bits as the program on further inputs. A program
+    whose tape has not, or that cannot be recorded, always runs from Python.
+
+    Attributes
+    ----------
+    repeated : int
+        How often a tape was run in place of a program.
+
+    Examples
+    --------
+    >>> tapes, doubled = Tapes(), lambda given: {"twice": given["x"] * 2}
+    >>> numbers = [{"x": torch.tensor(number)} for number in range(6)]
+    >>> [tapes.carry_out("doubled", doubled, given)["twice"].item() for given in numbers]
+    [0, 2, 4, 6, 8, 10]
+    >>> tapes.repeated
+    2
+    """
+
+    def __init__(self) -> None:
+        self.repeated = 0
+        self._programs: OrderedDict[Hashable, _Program] = OrderedDict()
+
+    def carry_out(self, name: Hashable, program: Callable[[Given], Made], given: Given) -> Made:
+        """Run a program, or repeat it from its tape.
+
+        Parameters
+        ----------
+        name : hashable
+            Programs of the same name do the same with tensors of the same shapes.
+        program : callable
+            Takes tensors in dictionaries, lists and tuples, and returns such.
+        given : nested tensors
+            What differs from run to run.
+        """
+        tensors: list[Tensor] = []
+        form = taken_apart(given, tensors)
+        key = name, tuple(map(_layout, tensors))
+        known = self._programs.pop(key, None) or _Program(form)
+        self._programs[key] = known
+        if len(self._programs) > MOST_PROGRAMS:
+            self._programs.popitem(last=False)
+        if known.refused or known.form != form:
+            return program(given)
+        if known.tape is not None and known.trusted:
+            self.repeated += 1
+            return cast(Made, put_together(known.made, iter(known.tape(tensors))))
+        known.runs += 1
+        if known.runs <= RUNS_BEFORE:
+            return program(given)
+        if known.tape is None:
+            return _record(known, program, given, tensors)
+        return _check(known, known.tape, program, given, tensors)
+
+
+def _record(
+    known: _Program,
+    program: Callable[[Given], Made],
+    given: Given,
+    tensors: Sequence[Tensor],
+) -> Made:
+    """Run a program, and keep a tape of it if that is possible."""
+
+    def flat(*own: Tensor) -> list[Tensor]:
+        found: list[Tensor] = []
+        known.made = taken_apart(program(put_together(known.form, iter(own))), found)
+        return found
+
+    try:
+        known.tape = Tape(flat, tensors)
+    except NotRecordable:
+        known.refused = True
+        return program(given)
+    return cast(Made, put_together(known.made, iter(known.tape.outputs)))
+
+
+def _check(
+    known: _Program,
+    tape: Tape,
+    program: Callable[[Given], Made],
+    given: Given,
+    tensors: Sequence[Tensor],
+) -> Made:
+    """Run a program and its tape, and note whether both return the same."""
+    wanted: list[Tensor] = []
+    result = program(given)
+    form = taken_apart(result, wanted)
+    known.trusted = form == known.made and all(map(_identical, tape(tensors), wanted))
+    known.refused = not known.trusted
+    return result
+
+
+def _identical(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same layout and values; NaN equals NaN."""
+    return _layout(one) == _layout(other) and torch.equal(
+        torch.nan_to_num(one, nan=0.0) if one.is_floating_point() else one,
+        torch.nan_to_num(other, nan=0.0) if other.is_floating_point() else other,
+    )
