@@ -18,6 +18,7 @@ _WITH_TRITON = (
     "kernels",
     "lstm_kernels",
     "norm_kernels",
+    "norms",
     "products",
     "row_kernels",
     "stack_kernels",

@@ -231,7 +231,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         lone = mask is None and x.numel() == x.shape[1]
         rests = self.running_mean is not None and (lone or not (_current.train and self.moves))
         fits = self.weight is None or self.weight.dtype == torch.float32
-        if not rests and fits and (kernels := _kernels(x, "norm_kernels")) is not None:
+        if not rests and fits and (kernels := _kernels(x, "norms")) is not None:
             return self._followed(partial(kernels.norm, relu=relu), x, mask)
         # Autocast may have lowered the input. Statistics stay in the precision of the parameters;
         # the result has the input's, as PyTorch's has.

@@ -29,7 +29,7 @@ from tests.engine.gpu import needs_gpu
 
 pytest.importorskip("triton", reason="needs Triton, which is not made for this system")
 
-from equipoise.models import convolutions, kernels, norm_kernels
+from equipoise.models import convolutions, kernels, norms
 from equipoise.models.convolutions import Geometry, Tile, convolve
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -326,7 +326,7 @@ def everywhere(monkeypatch):
         return serving
 
     monkeypatch.setattr(layers, "_convolutions", chosen(convolutions))
-    serving = {"kernels": chosen(kernels), "norm_kernels": chosen(norm_kernels)}
+    serving = {"kernels": chosen(kernels), "norms": chosen(norms)}
     monkeypatch.setattr(layers, "_kernels", lambda x, name="kernels": serving[name](x))
     return calls
 
@@ -382,7 +382,7 @@ def test_a_neighbour_does_the_work_of_relu(body, calls, everywhere, monkeypatch)
     monkeypatch.setattr(nn.ReLU, "forward", lambda self, x: relus.append(self) or x.relu())
     with forward_pass(Forward(train=True, stacked=True)):
         assert_near(own(x), wanted)
-    names = {convolutions: "conv", kernels: "kernel", norm_kernels: "kernel"}
+    names = {convolutions: "conv", kernels: "kernel", norms: "kernel"}
     assert [names[module] for module in everywhere] == calls
     assert len(relus) == (1 if calls == ["conv"] and len(body) == 4 else 0)
 

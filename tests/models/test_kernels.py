@@ -53,7 +53,7 @@ pytest.importorskip("triton", reason="needs Triton, which only PyTorch's GPU bui
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU that PyTorch can use, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from equipoise.models import kernels, norm_kernels
+from equipoise.models import kernels, norms
 
 # ---- max-pooling ---------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ def test_results_may_be_changed_in_place():
 
     def of_one_client(in_place):
         def value(x, weight):
-            y, *_ = norm_kernels.norm(x, None, weight, weight, None, None, momentum=0.1, eps=1e-5)
+            y, *_ = norms.norm(x, None, weight, weight, None, None, momentum=0.1, eps=1e-5)
             y = y.add_(x) if in_place else y + x
             pooled = kernels.max_pool(y, (2, 2))
             return (pooled.mul_(2) if in_place else pooled * 2).square().sum()
@@ -201,7 +201,7 @@ def test_a_gradient_inside_vmap():
         ]
 
     def ours(x):
-        return norm_kernels.norm(x, None, None, None, None, None, momentum=0.1, eps=1e-5)[0]
+        return norms.norm(x, None, None, None, None, None, momentum=0.1, eps=1e-5)[0]
 
     found = vmap(grad(loss(lambda x: kernels.max_pool(x, (2, 2)), ours)))(x)
     torch.testing.assert_close(
@@ -258,7 +258,7 @@ def everywhere(monkeypatch):
         if layers._current is None or not layers._current.stacked or x.dtype == torch.float64:
             return None
         calls.append(x.shape)
-        return {"kernels": kernels, "norm_kernels": norm_kernels}[name]
+        return {"kernels": kernels, "norms": norms}[name]
 
     monkeypatch.setattr(layers, "_kernels", chosen)
     return calls

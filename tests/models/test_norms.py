@@ -30,7 +30,7 @@ pytest.importorskip("triton", reason="needs Triton, which only PyTorch's GPU bui
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU that PyTorch can use, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from equipoise.models import norm_kernels as kernels
+from equipoise.models import norms
 
 FULL = [[1, 1, 1, 1, 1]] * CLIENTS
 MASKS = {
@@ -59,7 +59,7 @@ def normalised(x, weight, bias, mask, mean, var, in_dim=0, momentum=0.2, eps=1e-
     dims = tuple(None if t is None else 0 for t in given)
 
     def of_one(*tensors):
-        return kernels.norm(*tensors, momentum=momentum, eps=eps)
+        return norms.norm(*tensors, momentum=momentum, eps=eps)
 
     return vmap(of_one, in_dims=(in_dim, *dims[1:]))(x.movedim(0, in_dim), *given[1:])
 
@@ -151,11 +151,11 @@ def test_norm_finds_clients_along_any_axis_and_shares_what_is_shared(in_dim):
     ):
         assert torch.equal(own, other)
     shared = vmap(
-        lambda x: kernels.norm(x, None, weight[0], bias[0], mean[0], var[0], momentum=0.2, eps=1e-3)
+        lambda x: norms.norm(x, None, weight[0], bias[0], mean[0], var[0], momentum=0.2, eps=1e-3)
     )(x)
     for own, other in zip(shared, wanted, strict=True):
         assert torch.equal(own[0], other[0])
-    alone = kernels.norm(x[0], None, weight[0], bias[0], mean[0], var[0], momentum=0.2, eps=1e-3)
+    alone = norms.norm(x[0], None, weight[0], bias[0], mean[0], var[0], momentum=0.2, eps=1e-3)
     for own, other in zip(alone, wanted, strict=True):
         assert torch.equal(own, other[0])
 
@@ -183,7 +183,7 @@ def test_norm_does_the_work_of_relu(affine):
 
     def ours(mask, x, weight=None, bias=None):
         how = {"momentum": 0.1, "eps": 1e-3, "relu": True}
-        return kernels.norm(x, mask, weight, bias, None, None, **how)[0]
+        return norms.norm(x, mask, weight, bias, None, None, **how)[0]
 
     def plain(mask, x, weight=None, bias=None):
         return masked_norm(x, mask, weight, bias, None, None, momentum=0.1, eps=1e-3)[0].relu()
@@ -220,7 +220,7 @@ def test_variance_far_from_zero_is_not_lost():
     """Deviations of one around ten thousand, which the mean of squares in float32 loses."""
     x = 1e4 + normal(2, 9, 1, *LARGE)
     _, mean, var = vmap(
-        lambda x: kernels.norm(x, None, None, None, None, None, momentum=0.1, eps=1e-5)
+        lambda x: norms.norm(x, None, None, None, None, None, momentum=0.1, eps=1e-5)
     )(x)
     exact = x.double()
     torch.testing.assert_close(mean.double(), exact.mean((1, 3, 4)), rtol=1e-6, atol=0)
@@ -233,7 +233,7 @@ def test_variance_far_from_zero_is_not_lost():
 def small_tiles(monkeypatch):
     """Cut small batches into many tiles and several pieces."""
     for name, value in {"_TILE": 32, "_LINE": 16, "_TILES_OF_PIECE": 2, "_MOST_PIECES": 2}.items():
-        monkeypatch.setattr(kernels, name, value)
+        monkeypatch.setattr(norms, name, value)
 
 
 # Samples, channels and positions, and for channels first and last: tiles, and tiles of a piece.
@@ -251,7 +251,7 @@ def test_batches_are_cut_as_expected(small_tiles):
             continue  # Both orders of memory are the same.
         x = normal(2, *shape)
         for layout, cut in zip([(0, 1, 2, 3, 4), (0, 1, 3, 4, 2)], wanted, strict=True):
-            work = kernels._Work.on(laid_out(x, layout).flatten(3))
+            work = norms._Work.on(laid_out(x, layout).flatten(3))
             assert (work.tiles, work.length) == cut
             assert work.pieces == -(-cut[0] // cut[1])
             assert work.whole == (cut == (1, 1))
