@@ -16,9 +16,8 @@ from equipoise.run.records import Row
 BYTES = ("bytes_up", "bytes_down", "bytes_overhead")
 
 
-def summed(cohorts: Iterable[RoundCohort], names: Iterable[str]) -> dict[str, int]:
+def summed(cohorts: Sequence[RoundCohort], names: Iterable[str]) -> dict[str, int]:
     """Return the sums of what cohorts have counted, by name."""
-    cohorts = list(cohorts)
     return {name: sum(getattr(each, name) for each in cohorts) for name in names}
 
 
