@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from equipoise.methods import build
 from equipoise.models import build as build_model
 from equipoise.optimizers import Sgd
 from equipoise.run.evaluation import Evaluation
+from equipoise.run.round_steps import RoundSteps
 from equipoise.run.trainer import Trainer
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -36,27 +39,42 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+Seconds = dict[str, list[float]]
+
+
+def _timed(taken: list[float], function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function, and note its seconds."""
+    begin = time.process_time()
+    result = function(*args)
+    taken.append(time.process_time() - begin)
+    return result
+
+
+@dataclass(frozen=True)
+class _TimedSteps(RoundSteps):
+    """Steps that note the seconds of the guard and of the aggregation."""
+
+    seconds: Seconds
+
+    def screen(self, *args: Any) -> Any:
+        return _timed(self.seconds["guard"], super().screen, *args)
+
+    def combine(self, *args: Any) -> Any:
+        return _timed(self.seconds["combine"], super().combine, *args)
+
+
 class _Timed(Trainer):
     """A trainer that notes the seconds of its guard, its aggregation and its whole rounds."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.seconds: dict[str, list[float]] = {"guard": [], "combine": [], "round": []}
+        self.seconds: Seconds = {"guard": [], "combine": [], "round": []}
 
-    def _timed(self, what: str, function: Any, *args: Any) -> Any:
-        begin = time.process_time()
-        result = function(*args)
-        self.seconds[what].append(time.process_time() - begin)
-        return result
-
-    def _screen(self, *args: Any) -> Any:
-        return self._timed("guard", super()._screen, *args)
-
-    def _aggregate(self, *args: Any) -> Any:
-        return self._timed("combine", super()._aggregate, *args)
+    def _steps(self, number: int) -> RoundSteps:
+        return _TimedSteps(**vars(super()._steps(number)), seconds=self.seconds)
 
     def _round(self) -> Any:
-        return self._timed("round", super()._round)
+        return _timed(self.seconds["round"], super()._round)
 
 
 def seconds_of(

@@ -51,6 +51,7 @@ from equipoise.figures.drawing import HUES, INK, new_figure, quiet, save
 from equipoise.methods import build as build_method
 from equipoise.models import build as build_model
 from equipoise.optimizers import Sgd
+from equipoise.run.round_steps import RoundSteps
 from equipoise.run.trainer import Trainer
 
 PARTS = ("fetch", "forward", "backward", "optimizer", "aggregation", "evaluation")
@@ -115,7 +116,7 @@ class Parts:
             (PhaseRun, "_value", value_of),
             (torch.autograd, "grad", self.named("backward", torch.autograd.grad)),
             (Sgd, "step", self.named("optimizer", Sgd.step)),
-            (Trainer, "_aggregate", self.named("aggregation", Trainer._aggregate)),
+            (RoundSteps, "combine", self.named("aggregation", RoundSteps.combine)),
             (Trainer, "_evaluate", self.named("evaluation", Trainer._evaluate)),
         ]
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]

@@ -15,30 +15,30 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from equipoise.engine.batches import Batches, draw_batches
-from equipoise.engine.chunking import even_chunks
+from equipoise.engine.cohort_checks import (
+    check_rows,
+    evaluations_for,
+    question_of,
+    refuse_second_training,
+)
 from equipoise.engine.contract import LOST
-from equipoise.engine.evaluation import Measured, evaluate_shared, evaluate_stacked
+from equipoise.engine.evaluation import Measured, evaluate_shared
+from equipoise.engine.facts import compute_fact, facts_before
 from equipoise.engine.layout import KEPT, Layout
-from equipoise.engine.local import Chunk, Pace, finish_chunk
+from equipoise.engine.local import Chunk, finish_chunk
 from equipoise.engine.memory import Memory, MemoryStore
-from equipoise.engine.questions import Asked, sums_over_samples
-from equipoise.engine.work import batches_a_step, chunks, steps_of
-from equipoise.errors import InputError, unknown
-from equipoise.federation import Split
-from equipoise.method import Aggregation, Fact, LocalRule, Method, Phase, Reports, Updates
-from equipoise.optimizers import Column, TorchOptimizer, gradient_weights
-from equipoise.random import Purpose, choose, fold, fold_array
+from equipoise.engine.planning import Planner
+from equipoise.engine.questions import asked_of, part_of, sums_over_samples
+from equipoise.engine.reports import Reporter
+from equipoise.method import LocalRule, Method, Reports, Updates
+from equipoise.random import Purpose, fold
 from equipoise.stacks import chosen_rows
-from equipoise.tree import PERSONAL, Magnitudes, Tree, size_in_bytes, unusable
+from equipoise.tree import Magnitudes, Tree, size_in_bytes, unusable
 
 if TYPE_CHECKING:
     from equipoise.engine.stacked import StackedEngine
 
 log = logging.getLogger("equipoise")
-
-# Steps of each client by phase, the order of clients, and their chunks.
-_Division = tuple[list[NDArray[np.int64]], NDArray[np.int64], list[NDArray[np.int64]]]
 
 
 class StackedCohort:
@@ -76,7 +76,6 @@ class StackedCohort:
         self.messages = self.evaluations = 0
         self.delivers: set[str] = set()
         self._trained = False
-        self._drawn: dict[Any, Batches] = {}
 
     @property
     def rounds(self) -> int:
@@ -89,10 +88,9 @@ class StackedCohort:
 
     def _gather(self, clients: NDArray[np.int64]) -> None:
         self.ids = clients
-        # What draw_ahead has found, and for which rule and chunk size.
-        self._division: tuple[LocalRule, int, _Division] | None = None
         train = self.engine.view.train
         self.sizes = train.offsets[clients + 1] - train.offsets[clients]
+        self._planner = Planner(self.engine, clients, self.sizes, self.round, self.purpose)
         self.groups = self.engine.view.groups[clients]
         counts = torch.from_numpy(self.sizes.astype(np.float64))
         by_size = self.method.weights == "size"
@@ -154,13 +152,13 @@ class StackedCohort:
         engine, model = self.engine, shared["model"]
         layout = Layout(local, model)
         memory, seen = self._read_memory(local, model)
-        work, order, divided = self._divided(local)
+        work, order, divided = self._planner.divided(local)
         # One stack for the whole cohort: chunks train views of it, so nothing is joined afterwards.
         # It begins as the model, unless clients train in memory of the workshop, as on a GPU.
         begun = {
             name: model[name].expand(len(self.ids), *model[name].shape) for name in layout.shared
         }
-        optimizers = [self._optimizer(phase) for phase in local.phases()]
+        optimizers = [self._planner.optimizer(phase) for phase in local.phases()]
         elsewhere = engine.workshop.trains_copies(optimizers) and not self._asks_before(local)
         stack = {
             name: torch.empty_like(rows) if elsewhere else rows.clone()
@@ -209,27 +207,11 @@ class StackedCohort:
 
     def draw_ahead(self, local: LocalRule) -> None:
         """Draw the batches of the first chunk, so that training can begin at once later."""
-        found = work, _, divided = self._divided(local)
-        self._division = local, self.engine.chunk, found
-        for members in divided[:1]:
-            steps = [of_phase[members] for of_phase in work]
-            for index, phase in enumerate(local.phases()):
-                if index == 0 or phase.batch != "same":
-                    key, draw = self._drawing(index, phase, members, steps[index])
-                    self._drawn[key] = draw()
+        self._planner.draw_ahead(local)
 
-    def _divided(self, local: LocalRule) -> _Division:
-        """Return the steps of each client by phase, the order of clients, and their chunks."""
-        if self._division is not None:
-            rule, chunk, found = self._division
-            if rule is local and chunk == self.engine.chunk:
-                return found
-        work = self.work_of(local)
-        # The larger of two clients comes first if they make as many steps.
-        order = np.lexsort((-self.sizes, -sum(work, np.zeros_like(self.sizes))))
-        alone = any(isinstance(self._optimizer(phase), TorchOptimizer) for phase in local.phases())
-        size = 1 if alone else even_chunks(len(self.ids), self.engine.chunk)
-        return work, order, list(chunks(order, work, size))
+    def work_of(self, local: LocalRule) -> list[NDArray[np.int64]]:
+        """Return how many steps each client makes, one array a phase."""
+        return self._planner.work_of(local)
 
     @property
     def _checks_updates(self) -> bool:
@@ -272,8 +254,8 @@ class StackedCohort:
 
         Trained tensors are written to ``moving``, which may be the same tensors as ``received``.
         """
-        engine, training = self.engine, self.engine.training
-        device = engine.network.device
+        engine, clients = self.engine, self.ids[members]
+        device, keys, train = engine.network.device, self._planner.keys, engine.view.train
         everyone = len(members) == len(self.ids) and bool((np.diff(members) == 1).all())
         where = None if everyone else torch.from_numpy(members).to(device, non_blocking=True)
 
@@ -287,7 +269,7 @@ class StackedCohort:
         chunk = Chunk(
             network=engine.network,
             data=engine.data,
-            augment=training.augment,
+            augment=engine.training.augment,
             params={**received, **kept},
             still={n: t for n, t in model.items() if n not in moving and n not in kept},
             sent=shared,
@@ -296,9 +278,10 @@ class StackedCohort:
             seen=seen if where is None else seen[where],
             round=torch.full((), self.round, device=device),
         )
-        before = self._reports("before", chunk, members)
-        own_memory |= self._facts_before(local, chunk, members)
-        batches, paces = self._plan(local, chunk, members, work)
+        reporter = Reporter(engine, self.round, self.wanted_reports)
+        before = reporter.of_models("before", chunk, clients)
+        own_memory |= facts_before(local, chunk, clients, keys, train)
+        batches, paces = self._planner.of_chunk(local, members, work, chunk.each)
         own = {**moving, **kept}
         trained = engine.workshop.train(chunk, local, batches, paces, own)
         chunk = replace(chunk, params=own)
@@ -306,14 +289,11 @@ class StackedCohort:
         facts = {name: own_memory[name] for name in local.facts()}
         for name, fact in local.facts().items():
             if fact.model == "trained":
-                facts[name] = self._worked_out(name, fact, chunk, members)
-        after = self._reports("after", chunk, members)
-        if "lr" in self.wanted_reports:
-            after["lr"] = (
-                torch.as_tensor(paces[0].lr, dtype=torch.float64).cpu().expand(len(members)).clone()
-            )
-        if "gradient_weight" in self.wanted_reports:
-            after["gradient_weight"] = _gradient_weight(paces, work, local.proximal)
+                facts[name] = compute_fact(name, fact, chunk, clients, keys, train)
+        evaluated = reporter.evaluate(chunk, clients) if self.evaluates_local else {}
+        self._add_local_metrics(evaluated, members)
+        after = reporter.of_models("after", chunk, clients, evaluated)
+        after |= reporter.of_steps(paces, work, local.proximal)
         if layout.kept:
             remembered = {KEPT: {name: chunk.params[name] for name in layout.kept}, **remembered}
         sent_facts = {name: tree for name, tree in facts.items() if name in local.uploads}
@@ -327,165 +307,18 @@ class StackedCohort:
         """Return whether clients look at the model that they received, before they train it."""
         return bool(local.facts()) or any(name.endswith("_before") for name in self.wanted_reports)
 
-    def work_of(self, local: LocalRule) -> list[NDArray[np.int64]]:
-        """Return how many steps each client makes, one array a phase."""
-        training, keys, adapting = self.engine.training, self._keys(self.ids), bool(self.purpose)
-        work: list[NDArray[np.int64]] = []
-        for phase in local.phases():
-            same = phase.batch == "same" and work
-            work.append(
-                work[-1] if same else steps_of(phase, training, self.sizes, keys, adapting=adapting)
-            )
-        return work
-
-    def _plan(
-        self,
-        local: LocalRule,
-        chunk: Chunk,
-        members: NDArray[np.int64],
-        work: list[NDArray[np.int64]],
-    ) -> tuple[list[Batches], list[Pace]]:
-        """Return the batches and the pace of every phase."""
-        training = self.engine.training
-        batches: list[Batches] = []
-        paces = []
-        for index, phase in enumerate(local.phases()):
-            if phase.batch == "same" and batches:
-                batches.append(batches[-1])
-            else:
-                key, draw = self._drawing(index, phase, members, work[index])
-                drawn = self._drawn.pop(key, None) or draw()
-                batches.append(
-                    drawn.split(phase.gradient.batches) if phase.batch == "split" else drawn
-                )
-            optimizer = self._optimizer(phase)
-            factor = (
-                training.schedule.factor(self.round, training.rounds) if phase.scheduled else 1.0
-            )
-            lr: Column = optimizer.lr * factor
-            if "step_factor" in chunk.each:
-                lr = lr * chunk.each["step_factor"]
-            paces.append(Pace(optimizer, lr, training.clip))
-        return batches, paces
-
-    def _drawing(
-        self, index: int, phase: Phase, members: NDArray[np.int64], steps: NDArray[np.int64]
-    ) -> tuple[Any, Callable[[], Batches]]:
-        """Return what the batches of a phase depend on in this round, and what draws them."""
-        engine, clients, a_step = self.engine, self.ids[members], batches_a_step(phase)
-
-        def draw() -> Batches:
-            return draw_batches(
-                engine.view.train,
-                engine.train_indices,
-                clients,
-                self._keys(clients),
-                phase=index,
-                batch_size=engine.training.batch_size,
-                steps=steps,
-                shuffle=engine.training.shuffle,
-                a_step=a_step,
-            )
-
-        return (index, a_step, clients.tobytes(), steps.tobytes()), draw
-
-    def _optimizer(self, phase: Phase) -> Any:
-        return phase.optimizer or self.engine.training.optimizer
-
-    def _keys(self, clients: NDArray[np.int64]) -> Tensor:
-        """Return the keys of clients in this round, on the CPU, because they are few."""
-        key = fold(self.engine.seed, self.round, *self.purpose)
-        return torch.from_numpy(fold_array(key, clients))
+    def _add_local_metrics(
+        self, evaluated: Mapping[str, Measured], members: NDArray[np.int64]
+    ) -> None:
+        """Add loss and metrics of the models of a trained chunk to ``local_metrics``."""
+        for split, measured in evaluated.items():
+            columns = self.local_metrics.setdefault(split, {})
+            for name, values in measured.items():
+                columns.setdefault(name, np.full(len(self.ids), np.nan))[members] = values
 
     def _read_memory(self, local: LocalRule, model: Tree) -> tuple[Memory, Tensor]:
         first = self.engine.first_memory(local, model)
         return self.memory.read(self.ids, first, self.engine.network.device, maybe=local.facts())
-
-    # ---- facts -----------------------------------------------------------------------------------
-
-    def _facts_before(self, local: LocalRule, chunk: Chunk, members: NDArray[np.int64]) -> Memory:
-        """Return the facts that losses may read."""
-        facts: Memory = {}
-        for name, fact in local.facts().items():
-            known = chunk.memory.get(name)
-            if fact.model == "received":
-                facts[name] = self._worked_out(name, fact, chunk, members)
-            elif fact.model == "trained":
-                facts[name] = (
-                    self._nothing_known(name, fact, chunk, members) if known is None else known
-                )
-            elif known is None:
-                facts[name] = self._worked_out(name, fact, chunk, members)
-            elif len(strangers := np.flatnonzero(~chunk.seen.cpu().numpy())):
-                where = torch.from_numpy(strangers).to(chunk.seen.device)
-                made = self._worked_out(name, fact, _part_of(chunk, where), members[strangers])
-                facts[name] = {
-                    leaf: known[leaf].index_copy(0, where, rows) for leaf, rows in made.items()
-                }
-        return facts
-
-    def _worked_out(
-        self,
-        name: str,
-        fact: Fact,
-        chunk: Chunk,
-        members: NDArray[np.int64],
-        split: Split | None = None,
-    ) -> Tree:
-        """Return a fact of each client of a chunk, stacked."""
-        own, still = (
-            ({}, self.engine.network.initial())
-            if fact.model == "first"
-            else (chunk.params, chunk.still)
-        )
-        asked = self._asked(split or self.engine.view.train, self.ids[members], own, still, chunk)
-        sums = sums_over_samples(asked, fact.sums, f"the fact {name!r}")
-        made: Tree = sums if fact.then is None else vmap(fact.then)(sums)
-        if not isinstance(made, dict):
-            raise InputError(
-                f"the fact {name!r} must be a dictionary of tensors, got {type(made).__name__}"
-            )
-        if strays := [leaf for leaf, rows in made.items() if not isinstance(rows, Tensor)]:
-            raise InputError(
-                f"the fact {name!r} must be a dictionary of tensors, but {strays[0]!r} is a "
-                f"{type(made[strays[0]]).__name__}"
-            )
-        return made
-
-    def _nothing_known(
-        self, name: str, fact: Fact, chunk: Chunk, members: NDArray[np.int64]
-    ) -> Tree:
-        """Return zeros in the form of a fact that has not been computed yet."""
-        train = self.engine.view.train
-        clients = np.arange(train.clients) == self.ids[members[0]]
-        one_sample = Split(
-            train.of(int(self.ids[members[0]]))[:1], np.concatenate([[0], np.cumsum(clients)])
-        )
-        first = self._worked_out(
-            name, fact, _part_of(chunk, torch.zeros(1, dtype=torch.int64)), members[:1], one_sample
-        )
-        return {
-            leaf: torch.zeros_like(rows).expand(len(members), *rows.shape[1:]).clone()
-            for leaf, rows in first.items()
-        }
-
-    def _asked(
-        self, split: Split, clients: NDArray[np.int64], own: Tree, still: Tree, chunk: Chunk
-    ) -> Asked:
-        return Asked(
-            network=self.engine.network,
-            data=self.engine.data,
-            split=split,
-            clients=clients,
-            keys=self._keys(clients).to(self.engine.network.device),
-            params=own,
-            still=still,
-            sent=chunk.sent,
-            each=chunk.each,
-            memory=chunk.memory,
-            seen=chunk.seen,
-            round=chunk.round,
-        )
 
     # ---- questions -------------------------------------------------------------------------------
 
@@ -562,9 +395,10 @@ class StackedCohort:
                 seen=seen,
                 round=torch.tensor(self.round, device=seen.device),
             )
-            part = _part_of(chunk, here)
-            asked = self._asked(
-                samples, self.ids[here.cpu().numpy()], part.params, part.still, part
+            part = part_of(chunk, here)
+            clients = self.ids[here.cpu().numpy()]
+            asked = asked_of(
+                part, samples, clients, self._planner.keys(clients), part.params, part.still
             )
             sums = sums_over_samples(
                 asked, lambda client: answer(client, *args), f"the question {question!r}"
@@ -589,76 +423,7 @@ class StackedCohort:
         self.left_out = {**reasons, **self.left_out}
         self._gather(self.ids[kept])
 
-    # ---- reports and bytes -----------------------------------------------------------------------
-
-    def _reports(self, when: str, chunk: Chunk, members: NDArray[np.int64]) -> Reports:
-        """Compute the wanted reports of the models before or after local training."""
-        reports: Reports = {}
-        evaluated: dict[str, Measured] = {}
-        if when == "after" and self.evaluates_local:
-            evaluated = self._evaluate_local(chunk, members)
-        for split, prefix in (("train", ""), ("val", "val_")):
-            metrics = {f"{prefix}loss_{when}": "loss", f"{prefix}score_{when}": self.score}
-            wanted = {
-                name: metric for name, metric in metrics.items() if name in self.wanted_reports
-            }
-            if wanted:
-                samples, clients = self._reported(self.engine.view.split(split), self.ids[members])
-                whole = self.engine.training.report_samples is None
-                known = evaluated.get(split) if whole else None
-                measured = known or self._measure(chunk, samples, clients)
-                nothing = np.full(len(members), np.nan)
-                reports |= {
-                    name: torch.from_numpy(measured.get(metric, nothing))
-                    for name, metric in wanted.items()
-                }
-        return reports
-
-    def _evaluate_local(self, chunk: Chunk, members: NDArray[np.int64]) -> dict[str, Measured]:
-        """Evaluate the models of a trained chunk, and add the values to ``local_metrics``."""
-        evaluated = {
-            split: self._measure(
-                chunk, self.engine.view.split(split), self.ids[members], evaluation=True
-            )
-            for split in ("val", "test")
-        }
-        for split, measured in evaluated.items():
-            columns = self.local_metrics.setdefault(split, {})
-            for name, values in measured.items():
-                columns.setdefault(name, np.full(len(self.ids), np.nan))[members] = values
-        return evaluated
-
-    def _measure(
-        self, chunk: Chunk, samples: Split, clients: NDArray[np.int64], *, evaluation: bool = False
-    ) -> Measured:
-        """Evaluate each client's model as it is now.
-
-        It has the parts that the client keeps, but no second copies (``personal.``). Only for
-        ``evaluation`` there is more than the loss and the task's own metrics.
-        """
-        own = {name: stack for name, stack in chunk.params.items() if not name.startswith(PERSONAL)}
-        network, data = self.engine.network, self.engine.data
-        more = (self.engine.metrics, self.engine.counting) if evaluation else ((), None)
-        return evaluate_stacked(
-            network, data, own, chunk.still, samples, clients, len(clients), *more
-        )
-
-    def _reported(
-        self, split: Split, clients: NDArray[np.int64]
-    ) -> tuple[Split, NDArray[np.int64]]:
-        """Return the samples that clients' reports look at, and the clients' numbers in it."""
-        limit = self.engine.training.report_samples
-        if limit is None:
-            return split, clients
-        own = [split.of(int(client)) for client in clients]
-        keys = [
-            fold(self.engine.seed, self.round, int(client), Purpose.REPORT) for client in clients
-        ]
-        drawn = [
-            held[choose(key, len(held), min(limit, len(held)))]
-            for key, held in zip(keys, own, strict=True)
-        ]
-        return Split.from_lists(drawn), np.arange(len(clients))
+    # ---- bytes -----------------------------------------------------------------------------------
 
     def _count_down(
         self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], layout: Layout
@@ -687,83 +452,6 @@ def _trees(updates: Updates) -> list[Tree]:
     return [updates.params, updates.buffers, *updates.uploads.values()]
 
 
-def evaluations_for(reports: Iterable[str]) -> int:
-    """Count the evaluations that some reports take.
-
-    Loss and score of a model on a split come from the same evaluation.
-
-    Examples
-    --------
-    >>> evaluations_for(["val_loss_before", "val_loss_after", "val_score_after", "lr"])
-    2
-    """
-    return len(
-        {name.replace("score", "loss") for name in reports if name not in ("lr", "gradient_weight")}
-    )
-
-
-def _gradient_weight(
-    paces: Sequence[Pace], work: Sequence[NDArray[np.int64]], proximal: float
-) -> Tensor:
-    """Return the sum of the weights with which gradients enter each client's update."""
-    weights = []
-    for pace, steps in zip(paces, work, strict=True):
-        lr = torch.as_tensor(pace.lr, dtype=torch.float64).cpu().expand(len(steps)).numpy()
-        weights.append(gradient_weights(pace.optimizer, steps, proximal * lr))
-    return torch.from_numpy(np.sum(weights, axis=0))
-
-
-def refuse_second_training(trained: bool) -> None:
-    """Refuse to train a cohort twice, because the memories of the first training would be lost."""
-    if trained:
-        raise InputError(
-            "this cohort has already trained, and a second training would overwrite the memories "
-            "of the first; valid: one train() per round, with a phase for each stage"
-        )
-
-
-def check_rows(each: Mapping[str, Tensor], clients: int) -> None:
-    """Refuse tensors for each client that do not have one row per client.
-
-    Examples
-    --------
-    >>> check_rows({"share": torch.ones(2)}, 3)
-    Traceback (most recent call last):
-    equipoise.errors.InputError: each['share'] has 2 rows for 3 clients; valid: one row per client
-    """
-    for name, rows in each.items():
-        if len(rows) != clients:
-            raise InputError(
-                f"each[{name!r}] has {len(rows)} rows for {clients} clients; valid: one row per "
-                "client"
-            )
-
-
-def question_of(method: Method, question: str) -> Callable[..., Any]:
-    """Return the method that answers a question: of the local rule, or else of the aggregation.
-
-    Examples
-    --------
-    >>> from equipoise.methods import build
-    >>> class Counting(LocalRule):
-    ...     def samples(self, client: Client):
-    ...         return client.sum(torch.ones_like(client.y))
-    >>> question_of(build("fedavg", local=Counting()), "samples").__name__
-    'samples'
-    """
-    for part, kind in ((method.local, LocalRule), (method.aggregation, Aggregation)):
-        answer = getattr(part, question, None)
-        if callable(answer) and not hasattr(kind, question):
-            return answer
-    local = method.local
-    own = {
-        name
-        for name in dir(type(local))
-        if not name.startswith("_") and not hasattr(LocalRule, name)
-    }
-    raise unknown("question", question, own, where=f"the local rule {type(local).__name__}")
-
-
 def repeated(tensor: Tensor, count: int) -> Tensor:
     """Repeat a tensor for every client.
 
@@ -773,18 +461,3 @@ def repeated(tensor: Tensor, count: int) -> Tensor:
     torch.Size([2, 3])
     """
     return tensor.expand(count, *tensor.shape).clone()
-
-
-def _part_of(chunk: Chunk, where: Tensor) -> Chunk:
-    """Return some of a chunk's clients."""
-
-    def chosen(tree: Mapping[str, Tensor]) -> Tree:
-        return {name: stack[where.to(stack.device)] for name, stack in tree.items()}
-
-    return replace(
-        chunk,
-        params=chosen(chunk.params),
-        each=chosen(chunk.each),
-        memory={name: chosen(tree) for name, tree in chunk.memory.items()},
-        seen=chunk.seen[where.to(chunk.seen.device)],
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from equipoise.client import Client
 from equipoise.engine.chunking import samples_a_pass
 from equipoise.engine.data import DeviceData
+from equipoise.engine.local import Chunk
 from equipoise.engine.memory import Memory
 from equipoise.engine.network import Network
 from equipoise.engine.stack import first_rows, in_plain_words, passes, tree_first_rows
@@ -59,6 +60,56 @@ class Asked:
     memory: Memory
     seen: Tensor
     round: Tensor
+
+
+def asked_of(
+    chunk: Chunk,
+    split: Split,
+    clients: NDArray[np.int64],
+    keys: Tensor,
+    params: Tree,
+    still: Tree,
+) -> Asked:
+    """Return the clients of a chunk as those of a question.
+
+    Parameters
+    ----------
+    chunk : Chunk
+        The clients, with what they have received and remember.
+    split, clients, params, still
+        As in :class:`Asked`. The models may be others than those of the chunk.
+    keys : Tensor
+        A random key for each client, on any device.
+    """
+    return Asked(
+        network=chunk.network,
+        data=chunk.data,
+        split=split,
+        clients=clients,
+        keys=keys.to(chunk.network.device),
+        params=params,
+        still=still,
+        sent=chunk.sent,
+        each=chunk.each,
+        memory=chunk.memory,
+        seen=chunk.seen,
+        round=chunk.round,
+    )
+
+
+def part_of(chunk: Chunk, where: Tensor) -> Chunk:
+    """Return some of a chunk's clients, by their positions."""
+
+    def chosen(tree: Mapping[str, Tensor]) -> Tree:
+        return {name: stack[where.to(stack.device)] for name, stack in tree.items()}
+
+    return replace(
+        chunk,
+        params=chosen(chunk.params),
+        each=chosen(chunk.each),
+        memory={name: chosen(tree) for name, tree in chunk.memory.items()},
+        seen=chunk.seen[where.to(chunk.seen.device)],
+    )
 
 
 @torch.no_grad()

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 
 from equipoise import tasks
 from equipoise.attributes import Counting
-from equipoise.engine.cohort import check_rows, evaluations_for, question_of, refuse_second_training
+from equipoise.engine.cohort_checks import (
+    check_rows,
+    evaluations_for,
+    question_of,
+    refuse_second_training,
+)
 from equipoise.engine.contract import LOST, ClientsLost, Personal
 from equipoise.engine.delivered import Delivered
 from equipoise.engine.evaluation import Measured

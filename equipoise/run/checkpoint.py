@@ -19,8 +19,6 @@ CHECKPOINT = "checkpoint.safetensors"
 BEST, LOCAL = "best.safetensors", "local.safetensors"
 # Increased whenever older checkpoints cannot be read correctly.
 VERSION = 2
-# In the note of a checkpoint: what differs after the last round if the run is made longer.
-IF_LONGER = "if_longer"
 
 
 @dataclass(frozen=True)

@@ -420,11 +420,21 @@ def diverged(
     number: int, what: str, client: int, federation: Federation, saved_round: int
 ) -> RunError:
     """Return the error that names the client with non-finite numbers and the last checkpoint."""
-    intact = f"; the checkpoint of round {saved_round} is intact" if saved_round else ""
     return RunError(
         f"round {number}: the {what} of client {client} ({federation.client_name(client)}) is not "
-        f"finite; a smaller learning rate or training.clip may help{intact}"
+        f"finite; a smaller learning rate or training.clip may help{intact(saved_round)}"
     )
+
+
+def intact(saved_round: int) -> str:
+    """Return the end of an error's message that names the last checkpoint, if there is one.
+
+    Examples
+    --------
+    >>> intact(4)
+    '; the checkpoint of round 4 is intact'
+    """
+    return f"; the checkpoint of round {saved_round} is intact" if saved_round else ""
 
 
 def _gaps(

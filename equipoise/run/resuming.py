@@ -19,7 +19,8 @@ from equipoise.engine.slots import frozen_digest, is_frozen_digest
 from equipoise.errors import InputError, RunError
 from equipoise.federation import Federation
 from equipoise.method import Method
-from equipoise.run.checkpoint import CHECKPOINT, IF_LONGER, read_note, refuse_another_version
+from equipoise.run.checkpoint import CHECKPOINT, read_note, refuse_another_version
+from equipoise.run.checkpoint_note import IF_LONGER
 from equipoise.run.checksums import sha256, verify
 from equipoise.run.directory import CONFIG, SUMMARY, left_over, read_config, refuse_a_run_in
 from equipoise.run.plain import first_difference

@@ -1,18 +1,69 @@
-"""What the journals record of a round: bytes, its cohort, the server's notes and seconds."""
+"""What the journals record of a round: losses, bytes, cohort, the server's notes and seconds."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from equipoise.engine.contract import RoundCohort
-from equipoise.method import State
+from equipoise.method import State, Updates
 from equipoise.run.records import Row
 
 BYTES = ("bytes_up", "bytes_down", "bytes_overhead")
+
+
+def summed(cohorts: Sequence[RoundCohort], names: Iterable[str]) -> dict[str, int]:
+    """Return the sums of what cohorts have counted, by name."""
+    return {name: sum(getattr(each, name) for each in cohorts) for name in names}
+
+
+def beginning_of_row(
+    number: int, updates: Updates, cohort: RoundCohort, cohorts: Sequence[RoundCohort]
+) -> Row:
+    """Return what the row of a round records of training.
+
+    Parameters
+    ----------
+    number : int
+        The number of the round, from 1.
+    updates : Updates
+        The updates that were combined.
+    cohort : RoundCohort
+        The clients that sent them.
+    cohorts : sequence of RoundCohort
+        All cohorts that were asked in this round.
+    """
+    losses: Row = {
+        name: float((updates.reports[name] * cohort.prior).sum())
+        for name in ("train_loss", "method_terms")
+        if name in updates.reports
+    }
+    row: Row = {"round": number, "cohort": len(cohort.ids), **losses}
+    left_out = {
+        client: reason for each in cohorts for client, reason in each.left_out.items()
+    } | cohort.left_out
+    left_out = {client: reason for client, reason in left_out.items() if client not in cohort.ids}
+    return row | _by_client("left_out", left_out)
+
+
+def not_evaluated(absent: Mapping[int, str]) -> Row:
+    """Return the clients that did not answer in evaluation, for the row of the round.
+
+    Examples
+    --------
+    >>> not_evaluated({3: "no answer"}), not_evaluated({})
+    ({'not_evaluated': {'3': 'no answer'}}, {})
+    """
+    return _by_client("not_evaluated", absent)
+
+
+def _by_client(name: str, reasons: Mapping[int, str]) -> Row:
+    """Return the reasons by client, or nothing if there are none."""
+    return {name: {str(client): why for client, why in sorted(reasons.items())}} if reasons else {}
 
 
 def counted(moved: dict[str, int]) -> dict[str, int]:

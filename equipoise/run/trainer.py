@@ -2,65 +2,56 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from equipoise import tasks
 from equipoise.client_index import ClientIndex
 from equipoise.data.augment import check_augmentations
 from equipoise.engine.arithmetic import exact_arithmetic
 from equipoise.engine.chunking import fastest
-from equipoise.engine.cohort import StackedCohort
-from equipoise.engine.contract import ClientsLost, Engine, RoundCohort
+from equipoise.engine.contract import Engine, RoundCohort
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, RunError
 from equipoise.federation import Federation
-from equipoise.method import (
-    Aggregation,
-    Guard,
-    Method,
-    Sampler,
-    State,
-    Updates,
-    check_state,
-    combine_checked,
-)
-from equipoise.random import Purpose, fold
+from equipoise.method import Method, State, Updates
 from equipoise.run.callbacks import Listeners
-from equipoise.run.candidates import Registered
-from equipoise.run.checkpoint import (
-    BEST,
-    CHECKPOINT,
+from equipoise.run.checkpoint import CHECKPOINT, Checkpoint, read_checkpoint
+from equipoise.run.checkpoint_note import (
     IF_LONGER,
-    LOCAL,
-    Checkpoint,
-    read_checkpoint,
-    read_local,
-    read_models,
-    save_models,
+    as_longer,
+    longer_note,
+    progress_note,
+    rewind,
+    standing_in,
 )
-from equipoise.run.evaluation import Evaluation, Evaluator, Models, Standing, diverged
+from equipoise.run.evaluation import Evaluation, Evaluator, Models, diverged
 from equipoise.run.files import Journal
+from equipoise.run.indexing import make_index
+from equipoise.run.kept_models import KeptModels
+from equipoise.run.participants import Participants
 from equipoise.run.records import Row
-from equipoise.run.round_rows import BYTES, Clock, cohort_and_notes, counted
+from equipoise.run.round_rows import (
+    BYTES,
+    Clock,
+    beginning_of_row,
+    cohort_and_notes,
+    counted,
+    not_evaluated,
+    summed,
+)
+from equipoise.run.round_steps import RoundSteps
 from equipoise.run.summary import summary_of
-from equipoise.tree import Tree, digest, flat_rows, magnitudes
-
-log = logging.getLogger("equipoise")
-
-# The key of waiting clients in the state, and the number of rounds until all are asked again.
-_WAITING, _ASK_AGAIN = "waiting", 10
+from equipoise.tree import Tree
 
 _BYTES_OF_A_REPORT = 8
 MakeEngine = Callable[[Federation, nn.Module, Training, Machine, int, Federation], Engine]
@@ -129,14 +120,10 @@ class Trainer:
             evaluation,
         )
         self.directory, self.checkpoint_every, self.seed = directory, checkpoint_every, seed
-        self.view = method.view.of(federation)
+        view = method.view.of(federation)
         check_augmentations(training.augment, federation.shape, tasks.build(federation.task))
-        self.engine = engine(
-            federation, model, training, machine.carrying_out(method), seed, self.view
-        )
-        # If only the server trains, it uses another engine with the gathered samples.
-        self._trains: Engine = self.engine
-        pools = self.view is not federation or method.view.gathers
+        self.engine = engine(federation, model, training, machine.carrying_out(method), seed, view)
+        pools = view is not federation or method.view.gathers
         for setting in ("fine_tune", "keep_local"):
             if pools and getattr(evaluation, setting):
                 raise InputError(
@@ -147,7 +134,7 @@ class Trainer:
         self.state = State(
             0, {**initial, **{n: tensor.to(initial[n]) for n, tensor in (start or {}).items()}}
         )
-        self._register()
+        self.participants = Participants(federation, view, method, training, self.engine, seed)
         self._refuse_to_train_nothing()
         self._refuse_too_few_for_the_guard()
         self.evaluator = Evaluator(federation, method, self.engine, training, evaluation)
@@ -155,7 +142,6 @@ class Trainer:
         self._begun_finite = {
             name for name, tensor in self.state.model.items() if bool(torch.isfinite(tensor).all())
         }
-        self._everyone: RoundCohort | None = None
         self.metrics, self.rounds, self.timings, self.server = (
             Journal(directory / f"{name}.jsonl" if directory else None)
             for name in ("metrics", "rounds", "timings", "server")
@@ -166,24 +152,17 @@ class Trainer:
         # A hash of the run's configuration, which its checkpoints contain.
         self.identity = ""
         self._saved_round = 0
-        self._best_models: Models | None = None
-        self._local_models: Models | None = None
+        self._kept = KeptModels(directory)
         self._if_longer: dict[str, Any] | None = None
 
-    def _register(self) -> None:
-        # Computed once. With a million clients, this takes longer than drawing the cohort.
-        registered = self.view.seen
-        if len(self._waiting):
-            registered = np.setdiff1d(registered, self._waiting)
-        self._registered = registered
-        # Cohorts of coming rounds that are already chosen, by the number of the round, and the
-        # cohorts that the sampler has asked.
-        self._ahead: dict[int, tuple[RoundCohort, list[RoundCohort]]] = {}
-        pooled = self.view is not self.federation
-        self._cohort_size = (
-            len(registered) if pooled else self.training.cohort_size(len(registered))
-        )
-        self._train_sizes = self.view.split("train").sizes[registered]
+    @property
+    def view(self) -> Federation:
+        """What is trained on: the method's view of the federation."""
+        return self.participants.view
+
+    @property
+    def _trains(self) -> Engine:
+        return self.participants.trains
 
     def _refuse_to_train_nothing(self) -> None:
         local = self.method.local
@@ -196,11 +175,11 @@ class Trainer:
             )
 
     def _refuse_too_few_for_the_guard(self) -> None:
-        guard = self.method.guard
-        if guard is not None and self.training.rounds and self._cohort_size < guard.least_clients():
+        guard, size = self.method.guard, self.participants.cohort_size
+        if guard is not None and self.training.rounds and size < guard.least_clients():
             raise InputError(
                 f"the guard {guard.name!r} needs {guard.least_clients()} clients per round, but a "
-                f"cohort has {self._cohort_size}; choose a larger training.cohort or other options "
+                f"cohort has {size}; choose a larger training.cohort or other options "
                 "of method.guard"
             )
 
@@ -231,110 +210,9 @@ class Trainer:
     def _ends_early(self) -> bool:
         return self.evaluator.out_of_patience or self.stopped is not None
 
-    @property
-    def _that_need_everyone(self) -> list[Sampler | Aggregation]:
-        sampler, aggregation = self.method.sampler, self.method.aggregation
-        # One part may be both.
-        parts: list[Sampler | Aggregation] = [sampler]
-        parts += [] if sampler == aggregation else [aggregation]
-        return [part for part in parts if part.needs_everyone]
-
     def begin(self) -> None:
         """Call ``begin`` of the parts. Ask all clients only if a part needs it."""
-        if (
-            self.method.view.gathers
-            and self.view is self.federation
-            and self.state.round < self.training.rounds
-        ):
-            self._gather()
-        if (
-            self.state.round
-            or self._everyone
-            or not self._that_need_everyone
-            or not self.training.rounds
-        ):
-            return
-        with exact_arithmetic(self.engine.machine):
-            self._everyone = self._ask_everyone("begin", self._registered)
-
-    @property
-    def _waiting(self) -> NDArray[np.int64]:
-        """Clients that do not take part because they did not answer when they joined."""
-        waiting = self.state.server.get(_WAITING)
-        return np.empty(0, np.int64) if waiting is None else waiting["ids"].numpy()
-
-    def _ask_everyone(self, what: str, candidates: NDArray[np.int64]) -> RoundCohort:
-        """Call ``begin`` or ``admit`` of the parts that need everyone.
-
-        Candidates that do not answer wait. If one of the other clients does not answer, all
-        candidates wait, so that the values of that client are kept.
-        """
-        begins = what == "begin"
-        members = candidates if begins else np.union1d(self._registered, candidates)
-        everyone, state, admitted = (
-            self.engine.cohort(self.method, members, 0),
-            self.state,
-            candidates,
-        )
-        while len(admitted):
-            try:
-                for part in self._that_need_everyone:
-                    state = getattr(part, what)(state, everyone)
-                break
-            except ClientsLost as lost:
-                mine = bool(np.isin(lost.ids, admitted).all())
-                admitted = np.setdiff1d(admitted, lost.ids) if mine else admitted[:0]
-                everyone = everyone.without(lost.ids) if mine else everyone
-            except InputError as error:
-                if begins:
-                    raise
-                log.warning("clients %s cannot take part: %s", admitted.tolist(), error)
-                admitted = admitted[:0]
-            state = self.state
-        waiting = np.setdiff1d(candidates, admitted)
-        kept = {name: tree for name, tree in state.server.items() if name != _WAITING}
-        if len(waiting):
-            log.warning("clients %s take no part until everyone is asked again", waiting.tolist())
-            kept[_WAITING] = {"ids": torch.from_numpy(waiting)}
-        self.state = replace(state, server=kept)
-        if len(waiting) or not begins:
-            self._register()
-        return everyone
-
-    def _gather(self) -> None:
-        """Ask all clients for samples for the server to train on. A resumed run asks again."""
-        federation, everyone = self.federation, self.engine.cohort(self.method, self._registered, 0)
-        while True:
-            try:
-                x, y = self.method.view.gather(everyone)
-                break
-            except ClientsLost as lost:
-                everyone = everyone.without(lost.ids)
-        self._everyone = everyone
-        self.view = Federation.from_arrays(
-            x.unflatten(1, federation.shape),
-            y,
-            clients=np.zeros(len(y), np.int64),
-            splits=(1.0, 0.0, 0.0),
-            classes=federation.outputs if self.engine.network.task.labels else None,
-            task=federation.task,
-            name=federation.name,
-        )
-        network, machine = self.engine.network, self.engine.machine
-        self._trains = StackedEngine(self.view, network.blank(), self.training, machine, self.seed)
-        self._register()
-
-    def _admit(self) -> list[RoundCohort]:
-        """Admit clients that have registered since the last round. Return the cohorts asked."""
-        newcomers = self.engine.newcomers()
-        again = len(self._waiting) and self.state.round % _ASK_AGAIN == 0
-        if not (newcomers or again) or self.method.view.gathers:
-            return []
-        if not (self.state.round or self._everyone):
-            self._register()
-            return []
-        candidates = np.setdiff1d(self.view.seen, self._registered)
-        return [self._ask_everyone("admit", candidates)]
+        self.state = self.participants.begin(self.state)
 
     def _round(self) -> Progress:
         clock = Clock(self.engine.network.device)
@@ -343,74 +221,56 @@ class Trainer:
         due = self.evaluation.due(number, last=last)
         # A longer run would not evaluate after this round.
         only_as_last = due and not self.evaluation.due(number, last=False)
-        admitting = self._admit()
-        chosen = self._ahead.pop(number) if number in self._ahead else None
-        cohort, asked = chosen or self._select(self.state.round)
-        reports_gaps = due and self.view is self.federation and self.evaluator.has_global
+        self.state, admitting = self.participants.admit(self.state)
+        cohort, asked = self.participants.next_cohort(self.state)
+        # With pooled data, clients do not train.
+        clients_train = not self.participants.pooled
+        reports_gaps = due and clients_train and self.evaluator.has_global
         if reports_gaps:
             cohort.wanted_reports.add("val_loss_after")
-        # With pooled data, clients do not train.
-        cohort.evaluates_local = due and self.evaluation.local and self.view is self.federation
-        prepared, cohort = self._prepare(cohort)
+        cohort.evaluates_local = due and self.evaluation.local and clients_train
+        steps = self._steps(number)
+        prepared, cohort = steps.prepare(self.state, cohort)
         report_bytes = 0
         if reports_gaps and "val_loss_after" not in self.method.aggregation.needs:
             report_bytes = _BYTES_OF_A_REPORT * len(cohort.ids)
         if not last:
-            self._trains.while_busy(self._look_ahead)
-        sent, trained = self._train(prepared, cohort, number)
+            self._trains.while_busy(lambda: self.participants.look_ahead(self.state))
+        sent, trained = steps.train(prepared, cohort)
         clock.lap("train")
         updates, who_trained = trained, cohort.ids
         if self.method.guard is not None:
-            prepared, updates, cohort = self._screen(
-                self.method.guard, prepared, sent, trained, cohort, number
+            prepared, updates, cohort = steps.screen(
+                self.method.guard, prepared, sent, trained, cohort
             )
             clock.lap("guard")
-        updates, cohort = self._aggregate(prepared, updates, cohort, number)
+        self.state, updates, cohort = steps.combine(prepared, updates, cohort)
         clock.lap("combine")
         self._trains.commit(cohort)
         # The bytes of questions before round 1 are counted in round 1.
-        cohorts = [
-            *admitting,
-            *asked,
-            *([self._everyone] if number == 1 and self._everyone else []),
-        ]
+        everyone = self.participants.everyone
+        cohorts = [*admitting, *asked, *([everyone] if number == 1 and everyone else [])]
         if self._trains is self.engine:
             cohorts.append(cohort)
-        moved = {name: sum(getattr(each, name) for each in cohorts) for name in BYTES}
+        moved = summed(cohorts, BYTES)
         self.bytes = {name: before + moved[name] for name, before in self.bytes.items()}
-        losses: Row = {
-            name: float((updates.reports[name] * cohort.prior).sum())
-            for name in ("train_loss", "method_terms")
-            if name in updates.reports
-        }
-        row: Row = {"round": number, "cohort": len(cohort.ids), **losses}
-        left_out = {
-            client: reason for each in cohorts for client, reason in each.left_out.items()
-        } | cohort.left_out
-        left_out = {
-            client: reason for client, reason in left_out.items() if client not in cohort.ids
-        }
-        if left_out:
-            row["left_out"] = {str(client): reason for client, reason in sorted(left_out.items())}
-        rest = {
-            name: sum(getattr(each, name) for each in cohorts)
-            for name in ("messages", "evaluations")
-        }
-        everyone = len(cohort.ids) == len(self._registered)
-        written = cohort_and_notes(self.state, cohort, everyone=everyone)
+        row = beginning_of_row(number, updates, cohort, cohorts)
+        rest = summed(cohorts, ("messages", "evaluations"))
+        all_train = len(cohort.ids) == len(self.participants.registered)
+        written = cohort_and_notes(self.state, cohort, everyone=all_train)
         if only_as_last:
             fewer = moved | {"bytes_up": moved["bytes_up"] - report_bytes}
             self._remember_for_longer(row | rest | counted(fewer) | written, report_bytes)
         if due:
             self._evaluate(updates, cohort, only_as_last=only_as_last)
             clock.lap("evaluate")
-            row |= self._absent()
+            row |= not_evaluated(self.engine.absent)
         row |= rest | counted(moved) | written
         self._listeners.round(dict(row), evaluated=due)
         if self.stopped is not None and not due and self.evaluation.every:
             # The last round is always evaluated.
             self._evaluate(updates, cohort)
-            row |= self._absent()
+            row |= not_evaluated(self.engine.absent)
         if self._listeners:
             clock.lap("callbacks")
         self.rounds.append([row])
@@ -419,19 +279,15 @@ class Trainer:
         if ends and self.evaluation.keep_local:
             # The trained models, not those that a guard has changed.
             own = trained.of(np.isin(who_trained, cohort.ids)) if self.method.guard else updates
-            self._local_models = self.evaluator.local_models(sent, own, cohort, number)
-            if self.directory:
-                # Before the checkpoint, because a run that is resumed after its last round cannot
-                # compute them again.
-                save_models(self.directory / LOCAL, self._local_models)
+            # Before the checkpoint, because a run that is resumed after its last round cannot
+            # compute them again.
+            self._kept.keep_local(self.evaluator.local_models(sent, own, cohort, number))
         if self.directory and (ends or number % self.checkpoint_every == 0):
             self.save_checkpoint()
-        return Progress(number, self.training.rounds, losses["train_loss"], **self.evaluator.latest)
+        return Progress(number, self.training.rounds, row["train_loss"], **self.evaluator.latest)
 
-    def _absent(self) -> Row:
-        """Return the clients that did not answer in evaluation, for the row of the round."""
-        absent = {str(client): reason for client, reason in sorted(self.engine.absent.items())}
-        return {"not_evaluated": absent} if absent else {}
+    def _steps(self, number: int) -> RoundSteps:
+        return RoundSteps(number, self.method, self.view, self._begun_finite, self._saved_round)
 
     def _only_evaluate(self) -> None:
         # A run that was interrupted after its checkpoint has its metrics already.
@@ -443,148 +299,6 @@ class Trainer:
         clock.lap("evaluate")
         self.timings.append([{"round": 0, **clock.laps}])
         self.save_checkpoint()
-
-    def _look_ahead(self) -> None:
-        """Choose the next cohort and draw its first batches, if this round cannot change them."""
-        sampler = type(self.method.sampler)
-        everyone = self._cohort_size == len(self._registered)
-        if not isinstance(self._trains, StackedEngine) or (
-            vars(sampler).get("reads_state", True) and not everyone
-        ):
-            return
-        cohort, asked = self._select(self.state.round + 1)
-        cast(StackedCohort, cohort).draw_ahead(self.method.local)
-        self._ahead = {self.state.round + 2: (cohort, asked)}
-
-    def _select(self, round_: int) -> tuple[RoundCohort, list[RoundCohort]]:
-        """Return the cohort of a round (from 0), and the cohorts that the sampler asked before."""
-
-        def gather(ids: NDArray[np.int64]) -> RoundCohort:
-            return self._trains.cohort(self.method, ids, round_)
-
-        if self._cohort_size == len(self._registered):
-            return gather(self._registered), []
-        key = fold(self.seed, round_, Purpose.SAMPLE)
-        candidates = Registered(self._registered, self._train_sizes, key, self.view, gather)
-        while True:
-            try:
-                cohort = gather(self._chosen(candidates, round_))
-                break
-            except ClientsLost as lost:
-                candidates = candidates.without(lost.ids)
-        for before in candidates.asked:
-            cohort.left_out |= before.left_out
-        return cohort, candidates.asked
-
-    def _chosen(self, candidates: Registered, round_: int) -> NDArray[np.int64]:
-        """Return the choice of the sampler for a round, checked."""
-        sampler, count = self.method.sampler, min(self._cohort_size, len(candidates.ids))
-        answer = sampler.select(replace(self.state, round=round_), candidates, count)
-        chosen: NDArray[np.int64] = np.asarray(answer)
-        fits = chosen.ndim == 1 and len(chosen) == count and np.issubdtype(chosen.dtype, np.integer)
-        if fits:
-            chosen = np.sort(chosen)
-            found = np.searchsorted(candidates.ids, chosen) % len(candidates.ids)
-            fits = bool((np.diff(chosen) > 0).all() and (candidates.ids[found] == chosen).all())
-        if not fits:
-            shown = chosen.tolist()[:8] if chosen.ndim == 1 else answer
-            raise InputError(
-                f"sampler {sampler.name or type(sampler).__name__!r} chose {shown!r}; "
-                f"valid: {count} distinct ids of registered clients"
-            )
-        return chosen
-
-    def _prepare(self, cohort: RoundCohort) -> tuple[State, RoundCohort]:
-        """Return the state with which the round begins. Lost clients are left out."""
-        aggregation = self.method.aggregation
-        while True:
-            begun = replace(self.state, notes={})
-            try:
-                where = f"aggregation {aggregation.name or type(aggregation).__name__!r}: prepare"
-                return check_state(begun, aggregation.prepare(begun, cohort), where), cohort
-            except ClientsLost as lost:
-                cohort = cohort.without(lost.ids)
-
-    def _train(self, prepared: State, cohort: RoundCohort, number: int) -> tuple[Tree, Updates]:
-        """Return the model that was sent to the clients, and their updates."""
-        shared, each = self.method.aggregation.send(prepared, cohort)
-        updates = cohort.train(shared, each, self.method.local)
-        finite = torch.isfinite(
-            updates.reports["train_loss"] + updates.reports.get("method_terms", 0)
-        )
-        self._refuse_non_finite(finite, cohort, number, "training loss")
-        return shared["model"], updates
-
-    def _screen(
-        self,
-        guard: Guard,
-        prepared: State,
-        sent: Tree,
-        updates: Updates,
-        cohort: RoundCohort,
-        number: int,
-    ) -> tuple[State, Updates, RoundCohort]:
-        """Apply the guard to all updates. Clients that it drops are left out of the round."""
-        if len(cohort.ids) < guard.least_clients():
-            raise RunError(
-                f"round {number}: the guard {guard.name!r} needs the updates of "
-                f"{guard.least_clients()} clients, but only {len(cohort.ids)} sent a usable "
-                f"one{self._intact}"
-            )
-        screened = guard.screen(sent, updates, cohort)
-        prepared = prepared.with_notes(
-            **{f"guard_{name}": value for name, value in screened.notes.items()}
-        )
-        if not screened.dropped:
-            return prepared, screened.updates, cohort
-        kept = ~np.isin(cohort.ids, screened.dropped)
-        if not kept.any():
-            raise RunError(
-                f"round {number}: the guard {guard.name!r} dropped all clients{self._intact}"
-            )
-        prepared = prepared.with_notes(guard_dropped=sorted(screened.dropped))
-        rest = cohort.without(screened.dropped, f"dropped by the guard {guard.name!r}")
-        return prepared, screened.updates.of(kept), rest
-
-    @property
-    def _intact(self) -> str:
-        return (
-            f"; the checkpoint of round {self._saved_round} is intact" if self._saved_round else ""
-        )
-
-    def _aggregate(
-        self, prepared: State, updates: Updates, cohort: RoundCohort, number: int
-    ) -> tuple[Updates, RoundCohort]:
-        """Return the next state. If clients are lost, everything is repeated without them."""
-        while True:
-            try:
-                state = combine_checked(self.method.aggregation, prepared, updates, cohort)
-                break
-            except ClientsLost as lost:
-                updates = updates.of(~np.isin(cohort.ids, lost.ids))
-                cohort = cohort.without(lost.ids)
-        checked = [t for name, t in state.model.items() if name in self._begun_finite]
-        suspects = [
-            tensor
-            for tensor, norm in zip(checked, magnitudes(checked), strict=True)
-            if not math.isfinite(norm)
-        ]
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in suspects):
-            finite = torch.ones(len(cohort.ids), dtype=torch.bool)
-            for name, stack in (*updates.params.items(), *updates.buffers.items()):
-                if name in self._begun_finite:
-                    finite &= flat_rows(torch.isfinite(stack)).all(1).cpu()
-            self._refuse_non_finite(finite, cohort, number, "model")
-            raise RunError(f"round {number}: the global model is not finite after aggregation")
-        self.state = replace(self.method.sampler.learn(state, cohort), round=number)
-        return updates, cohort
-
-    def _refuse_non_finite(
-        self, finite: Tensor, cohort: RoundCohort, number: int, what: str
-    ) -> None:
-        if not bool(finite.all()):
-            client = int(cohort.ids[int((~finite).nonzero()[0])])
-            raise diverged(number, what, client, self.view, self._saved_round)
 
     # ---- evaluation ------------------------------------------------------------------------------
 
@@ -612,12 +326,11 @@ class Trainer:
         if of_server:
             self.server.append(of_server)
         if self.evaluator.follow(self.state.round, rows, of_server):
-            self._best_models = self.evaluator.models(self.state)
+            best = self.evaluator.models(self.state)
             self.engine.keep()
             # The models of the last round can be made from the checkpoint. So the file keeps those
             # of the best round before, which a longer run may need.
-            if self.directory and not only_as_last:
-                save_models(self.directory / BEST, self._best_models)
+            self._kept.keep_best(best, write=not only_as_last)
         self._listeners.evaluated(rows)
 
     @property
@@ -638,19 +351,11 @@ class Trainer:
         """Return the models of the reported round."""
         if self.evaluator.selected_round(self.state.round) == self.state.round:
             return self.evaluator.models(self.state)
-        if self._best_models is None and self.directory:
-            self._best_models = read_models(self.directory / BEST)
-        return self._best_models or self.evaluator.models(self.state)
+        return self._kept.best() or self.evaluator.models(self.state)
 
     def local_models(self) -> Models:
         """Return the local models of the last round, if ``evaluation.keep_local`` is set."""
-        if self._local_models is None:
-            if self.directory is None:
-                raise InputError(
-                    "the run has kept no local models; train it with evaluation.keep_local: true"
-                )
-            self._local_models = read_local(self.directory)
-        return self._local_models
+        return self._kept.local()
 
     def client_index(self) -> ClientIndex:
         """Return the client index that the selected model makes, of all clients with training data.
@@ -658,23 +363,8 @@ class Trainer:
         Unseen clients are included, and on Flower those that have joined since. The bytes are not
         counted, as in evaluation.
         """
-        rule, model = self.method.local, self.selected().shared
-        if not rule.makes_index:
-            raise InputError(
-                f"method {self.method.name!r} makes no client index; valid: the local rule dsaign, "
-                "as in method: {name: fedavg, local: dsaign}"
-            )
-        clients = np.flatnonzero(self.federation.split("train").sizes)
-        cohort = self.engine.cohort(self.method, clients, self.state.round)
-        while True:
-            try:
-                found = cohort.ask("own_index", model=model)
-                break
-            except ClientsLost as lost:
-                cohort = cohort.without(lost.ids)
-        features, labels = (found[name].float().cpu() for name in ("features", "labels"))
-        made_by = digest({**model, f"frozen {self.engine.network.frozen_digest}": torch.empty(0)})
-        return ClientIndex(cohort.ids, features, labels, made_by, rule.index_epsilon())
+        model = self.selected().shared
+        return make_index(self.engine, self.method, self.federation, model, self.state.round)
 
     def summary(self) -> dict[str, Any]:
         """Summarise the reported round, or the last rounds if they are averaged."""
@@ -701,15 +391,9 @@ class Trainer:
         """Write everything that the next round depends on, after the journals are on disk."""
         if self.directory is None:
             return
-        standing = self.evaluator.standing
         note = {
-            "bytes": self.bytes,
-            "best_round": standing.best_round,
-            "best_loss": standing.best_loss if standing.best_round else None,
-            "stale": standing.stale,
+            **progress_note(self.bytes, self.evaluator.standing, self.journals),
             **({"stopped": self.stopped} if self.stopped else {}),
-            "marks": {name: journal.mark() for name, journal in self.journals.items()},
-            "sha256": {name: journal.digest for name, journal in self.journals.items()},
             "run": self.identity,
             "total_was_read": self._total_was_read,
         }
@@ -755,19 +439,10 @@ class Trainer:
                 raise RunError(
                     f"{self.directory / CHECKPOINT} does not fit this run ({error!r})"
                 ) from error
-            if self.evaluator.standing.best_round and (self.directory / BEST).exists():
+            if self.evaluator.standing.best_round:
                 # Check the file now and not after the last round, which may be days later.
-                read_models(self.directory / BEST)
-        marks, digests = (note.get(key, {}) for key in ("marks", "sha256"))
-        # All journals are checked before any of them is changed.
-        for name, journal in self.journals.items():
-            journal.check(marks.get(name, 0), digests.get(name))
-        if finished:
-            return
-        for name, journal in self.journals.items():
-            journal.truncate(marks.get(name, 0))
-        if note.get("row"):
-            self.rounds.append([json.loads(note["row"])])
+                self._kept.check_best()
+        rewind(self.journals, note, finished=finished)
 
     def _go_on_from(self, found: Checkpoint) -> dict[str, Any]:
         """Restore a checkpoint, and return its note, changed if the run is made longer."""
@@ -776,14 +451,12 @@ class Trainer:
         note = dict(found.note)
         self.engine.total_was_read = note.get("total_was_read", False)
         if self.state.round < self.training.rounds:
-            note |= self._longer(note)
+            note = as_longer(note)
         self.bytes = {name: note["bytes"][name] for name in BYTES}
         self.stopped = note.get("stopped")
-        best = note["best_loss"] if note["best_loss"] is not None else float("inf")
-        self.evaluator.standing = Standing(note["best_round"], best, note["stale"])
+        self.evaluator.standing = standing_in(note)
         self._saved_round = self.state.round
-        if len(self._waiting):
-            self._register()
+        self.participants.restore(self.state)
         return note
 
     @property
@@ -796,30 +469,14 @@ class Trainer:
         If the run is made longer, its journals are rewound to here, ``row`` replaces the round's
         row, and the bytes of the report for that evaluation are not counted.
         """
-        standing = self.evaluator.standing
+        moved = self.bytes | {"bytes_up": self.bytes["bytes_up"] - report_bytes}
         rewound = {"metrics": self.metrics, "rounds": self.rounds, "server": self.server}
-        self._if_longer = {
-            "marks": {name: journal.mark() for name, journal in rewound.items()},
-            "sha256": {name: journal.digest for name, journal in rewound.items()},
-            "bytes": self.bytes | {"bytes_up": self.bytes["bytes_up"] - report_bytes},
-            "best_round": standing.best_round,
-            "best_loss": standing.best_loss if standing.best_round else None,
-            "stale": standing.stale,
-            # As text, because notes sort their keys.
-            "row": json.dumps(row) if row else None,
-        }
-
-    def _longer(self, note: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what differs in a checkpoint's note if its round is no longer the last one."""
-        if IF_LONGER not in note:
-            return {}
-        before = note[IF_LONGER]
-        return {**before, **{key: {**note[key], **before[key]} for key in ("marks", "sha256")}}
+        self._if_longer = longer_note(moved, self.evaluator.standing, rewound, row)
 
     def measure_chunk(self) -> int:
         """Choose the chunk size by timing the first cohort. The trained models are dropped."""
-        engine = self.engine
-        cohort_size = self._cohort_size
+        engine, participants = self.engine, self.participants
+        cohort_size, steps = participants.cohort_size, self._steps(self.state.round + 1)
         if engine.network.unstackable:
             return 1
         candidates = sorted(
@@ -828,7 +485,8 @@ class Trainer:
 
         def seconds(chunk: int) -> float:
             engine.chunk = chunk
-            prepared, cohort = self._prepare(self._select(self.state.round)[0])
+            chosen, _ = participants.select(self.state, self.state.round)
+            prepared, cohort = steps.prepare(self.state, chosen)
             clock = Clock(engine.network.device)
             shared, each = self.method.aggregation.send(prepared, cohort)
             cohort.train(shared, each, self.method.local)

@@ -20,6 +20,7 @@ from equipoise.methods import build
 from equipoise.models.base import Model
 from equipoise.optimizers import Schedule, optimizer_named
 from equipoise.run.files import load_tensors
+from equipoise.run.round_steps import RoundSteps
 from equipoise.run.trainer import Trainer
 from tests.run.small import (
     MODEL,
@@ -347,16 +348,16 @@ def test_a_loss_that_is_not_finite_names_client_and_round_and_leaves_the_last_ch
 
 def test_what_was_good_before_a_failure_stays_and_can_be_resumed(tmp_path, monkeypatch):
     wanted = small_run(tmp_path / "whole")
-    plain = Trainer._refuse_non_finite
+    plain = RoundSteps._refuse_non_finite
 
-    def spoiled(self, finite, cohort, number, what):
-        if number == 5:
+    def spoiled(self, finite, cohort, what):
+        if self.number == 5:
             finite = finite.clone()
             finite[2] = False
             spoiled.client = int(cohort.ids[2])
-        plain(self, finite, cohort, number, what)
+        plain(self, finite, cohort, what)
 
-    monkeypatch.setattr(Trainer, "_refuse_non_finite", spoiled)
+    monkeypatch.setattr(RoundSteps, "_refuse_non_finite", spoiled)
     with pytest.raises(RunError) as caught:
         small_run(tmp_path / "run")
     who = f"client {spoiled.client} ({spoiled.client})"

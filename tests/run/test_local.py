@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from equipoise import Evaluation, Machine, Training, load, train
-from equipoise.engine import cohort as cohort_module
+from equipoise.engine import reports
 from equipoise.errors import InputError
 from equipoise.run.trainer import Trainer
 from tests.methods.domains import LR, first_weights, local_step, loss
@@ -136,8 +136,8 @@ def test_reports_and_evaluation_share_their_pass(monkeypatch, local, passes):
         looked.append(given)
         return evaluate(*given)
 
-    evaluate = cohort_module.evaluate_stacked
-    monkeypatch.setattr(cohort_module, "evaluate_stacked", counting)
+    evaluate = reports.evaluate_stacked
+    monkeypatch.setattr(reports, "evaluate_stacked", counting)
     small_run(
         None,
         "ga",

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from equipoise.engine import cohort as cohort_module
+from equipoise.engine import planning
 from equipoise.errors import InputError
 from equipoise.method import Sampler
 from equipoise.methods import build
 from equipoise.methods.fedavg import UniformSampler
 from equipoise.models import build as build_model
 from equipoise.random import Purpose, choose_by_weight, fold
-from equipoise.run.trainer import Trainer
+from equipoise.run.participants import Participants
 from equipoise.tree import size_in_bytes
 from tests.own_rules import Noting, make_known
 from tests.own_samplers import PowerOfChoice
@@ -193,17 +193,17 @@ def test_candidates_know_their_groups():
 @pytest.mark.parametrize("cohort", [4, 1.0])
 def test_a_cohort_that_is_chosen_ahead_is_the_same(monkeypatch, sampling, cohort):
     draws = []
-    original = cohort_module.draw_batches
+    original = planning.draw_batches
 
     def counted(*args, **how):
         draws.append(args)
         return original(*args, **how)
 
-    monkeypatch.setattr(cohort_module, "draw_batches", counted)
+    monkeypatch.setattr(planning, "draw_batches", counted)
     how = {"method": {"name": "fedavg", "sampling": sampling}, "cohort": cohort, "rounds": 3}
     ahead = small_run(**how)
     with_ahead = len(draws)
-    monkeypatch.setattr(Trainer, "_look_ahead", lambda trainer: None)
+    monkeypatch.setattr(Participants, "look_ahead", lambda participants, state: None)
     plain = small_run(**how)
     assert list(ahead.trainer.rounds) == list(plain.trainer.rounds)
     wanted = plain.trainer.state.model
