@@ -40,7 +40,7 @@ test-slow: $(READY)  ## run the tests that take long: killed processes, federati
 
 # The tests of test-slow that repeat a trial make a tenth of these.
 TRIALS := tests/fuzz tests/run/test_kill.py tests/run/test_damage.py
-trials: $(READY)  ## kill runs, damage files and try odd input as often as the documentation says (about an hour)
+trials: $(READY)  ## kill runs, damage files and try odd input as often as the documentation says (about 10 minutes)
 	OMP_NUM_THREADS=1 EQUIPOISE_TRIALS=1 $(PYTHON) -m pytest -n 2 -m slow $(TRIALS)
 
 lint: $(READY)  ## check style and types

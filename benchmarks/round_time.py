@@ -44,7 +44,7 @@ from benchmarks.protocol import Job
 from benchmarks.whole_run import InTurn, Laps
 from equipoise import Evaluation, Federation, Machine, Training
 from equipoise.engine.data import DeviceData
-from equipoise.engine.local import PhaseRun
+from equipoise.engine.gradients import PhaseGradient
 from equipoise.errors import InputError
 from equipoise.federation import Split
 from equipoise.figures.drawing import HUES, INK, new_figure, quiet, save
@@ -106,14 +106,14 @@ class Parts:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Have the engine's own functions measured while the block runs."""
-        make_value = PhaseRun._value
+        make_value = PhaseGradient._value
 
-        def value_of(run: PhaseRun, *given: Any) -> Any:
-            return self.named("forward", make_value(run, *given))
+        def value_of(gradient: PhaseGradient, *given: Any) -> Any:
+            return self.named("forward", make_value(gradient, *given))
 
         changes: list[tuple[Any, str, Any]] = [
             (DeviceData, "fetch", self.named("fetch", DeviceData.fetch)),
-            (PhaseRun, "_value", value_of),
+            (PhaseGradient, "_value", value_of),
             (torch.autograd, "grad", self.named("backward", torch.autograd.grad)),
             (Sgd, "step", self.named("optimizer", Sgd.step)),
             (RoundSteps, "combine", self.named("aggregation", RoundSteps.combine)),

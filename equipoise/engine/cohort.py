@@ -450,14 +450,3 @@ class StackedCohort:
 def _trees(updates: Updates) -> list[Tree]:
     """Return everything in updates that is checked."""
     return [updates.params, updates.buffers, *updates.uploads.values()]
-
-
-def repeated(tensor: Tensor, count: int) -> Tensor:
-    """Repeat a tensor for every client.
-
-    Examples
-    --------
-    >>> repeated(torch.zeros(3), 2).shape
-    torch.Size([2, 3])
-    """
-    return tensor.expand(count, *tensor.shape).clone()

@@ -6,7 +6,7 @@ recorded and repeated: see :mod:`equipoise.engine.tape`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -115,6 +115,24 @@ class Look(NamedTuple):
 
 
 @dataclass(frozen=True)
+class _Noted:
+    """What the forward passes of a step leave behind.
+
+    Attributes
+    ----------
+    task_losses : dict
+        Losses and the task's part of them, by where the losses are in memory: a gradient rule
+        returns the losses of one of its passes. They are kept, so that other tensors of the step do
+        not reuse their memory.
+    statistics : Tree
+        New BatchNorm statistics.
+    """
+
+    task_losses: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    statistics: Tree = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class PhaseGradient:
     """How the steps of a phase compute their gradients.
 
@@ -149,34 +167,34 @@ class PhaseGradient:
     def __call__(self, look: Look, given: tuple[Rows, list[Batch]]) -> StepGradient:
         """Return the gradient at the current parameters."""
         rows, batches = given
-        statistics: Tree = {}
-        # By where losses are in memory: a gradient rule returns those of one of its looks at a
-        # batch. Losses are kept, so that other tensors of the step do not reuse their memory.
-        of_task: dict[int, tuple[Tensor, Tensor]] = {}
-
-        def value_of(loss: Loss, batch: Batch) -> Value:
-            of_one = partial(self._of_one_client, look, loss, rows)
-            of_all = over_clients(of_one) if look.stacked else of_one
-
-            def value(moving: list[Tensor]) -> Tensor:
-                stacks = rows.fixed, rows.each, rows.memory, rows.seen, batch
-                with in_plain_words(f"the loss {_named(loss)}"):
-                    losses, task_losses, new = of_all(moving, *stacks)
-                if task_losses is not None:
-                    of_task[losses.data_ptr()] = losses, task_losses
-                # BatchNorm statistics follow the step's first forward pass only, however often a
-                # gradient rule looks again.
-                if not statistics:
-                    statistics.update(new)
-                return losses
-
-            return value
-
-        values = [value_of(*pair) for pair in zip(look.losses, batches, strict=True)]
+        noted = _Noted()
+        values = [
+            self._value(look, loss, rows, batch, noted)
+            for loss, batch in zip(look.losses, batches, strict=True)
+        ]
         losses, gradients = self._gradient(look, values, rows)
-        _, task_losses = of_task.get(losses.data_ptr(), (losses, losses))
-        detached = {name: new.detach() for name, new in statistics.items()}
-        return StepGradient(losses.detach(), task_losses.detach(), gradients, detached)
+        _, task_losses = noted.task_losses.get(losses.data_ptr(), (losses, losses))
+        statistics = {name: new.detach() for name, new in noted.statistics.items()}
+        return StepGradient(losses.detach(), task_losses.detach(), gradients, statistics)
+
+    def _value(self, look: Look, loss: Loss, rows: Rows, batch: Batch, noted: _Noted) -> Value:
+        """Return the losses on a batch as a function of the parameters that are trained."""
+        of_one = partial(self._of_one_client, look, loss, rows)
+        of_all = over_clients(of_one) if look.stacked else of_one
+
+        def value(moving: list[Tensor]) -> Tensor:
+            stacks = rows.fixed, rows.each, rows.memory, rows.seen, batch
+            with in_plain_words(f"the loss {_named(loss)}"):
+                losses, task_losses, statistics = of_all(moving, *stacks)
+            if task_losses is not None:
+                noted.task_losses[losses.data_ptr()] = losses, task_losses
+            # BatchNorm statistics follow the step's first forward pass only, however often a
+            # gradient rule looks again.
+            if not noted.statistics:
+                noted.statistics.update(statistics)
+            return losses
+
+        return value
 
     def _gradient(self, look: Look, values: list[Value], rows: Rows) -> tuple[Tensor, list[Any]]:
         """Return the losses of a step, and one gradient per parameter."""

@@ -203,8 +203,9 @@ class Machine:
     tf32 : bool
         Whether matrix units may round float32 factors to 19 bits.
     replay : bool
-        Whether a GPU records local steps once and replays them, which saves the time Python needs
-        to launch them.
+        Whether local steps are recorded once and repeated from the recording, which saves the time
+        Python needs for them: on a GPU as CUDA graphs, on a CPU by
+        :mod:`equipoise.engine.tape`.
     frozen : {"bfloat16"}, optional
         The type in which frozen modules (:class:`equipoise.models.frozen.Frozen`) are held and
         computed; by default that of everything else.

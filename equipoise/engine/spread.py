@@ -26,10 +26,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from equipoise.engine.cohort import StackedCohort, repeated
+from equipoise.engine.cohort import StackedCohort
 from equipoise.engine.contract import Personal
 from equipoise.engine.evaluation import Measured
 from equipoise.engine.link import Link
+from equipoise.engine.stack import repeated
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, RunError
 from equipoise.method import LocalRule, Method, Reports, mix_tree

@@ -34,6 +34,18 @@ def tree_first_rows(tree: Mapping[str, Tensor], count: int) -> Tree:
     return {name: first_rows(tensor, count) for name, tensor in tree.items()}
 
 
+def repeated(tensor: Tensor, count: int) -> Tensor:
+    """Repeat a tensor for every client.
+
+    Examples
+    --------
+    >>> import torch
+    >>> repeated(torch.zeros(3), 2).shape
+    torch.Size([2, 3])
+    """
+    return tensor.expand(count, *tensor.shape).clone()
+
+
 def passes(
     sizes: NDArray[np.int64], together: int
 ) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.bool_]]]:

@@ -13,7 +13,7 @@ from equipoise import tasks
 from equipoise.attributes import Counting
 from equipoise.engine.adapting import Adapting, FineTuning
 from equipoise.engine.chunking import chunk_by_rule
-from equipoise.engine.cohort import StackedCohort, repeated
+from equipoise.engine.cohort import StackedCohort
 from equipoise.engine.contract import Personal
 from equipoise.engine.delivered import Delivered
 from equipoise.engine.encoding import open_data
@@ -24,6 +24,7 @@ from equipoise.engine.memory import Memory, MemoryStore, checked_memory
 from equipoise.engine.network import Network
 from equipoise.engine.replay import Replay
 from equipoise.engine.settings import Machine, Training
+from equipoise.engine.stack import repeated
 from equipoise.engine.tape import Tapes
 from equipoise.errors import InputError
 from equipoise.federation import Federation, Split

@@ -34,6 +34,8 @@ _FILLED = {
     _ops.ones_like.default,
     _ops.zeros_like.default,
 }
+_ATTENTION = _ops._scaled_dot_product_flash_attention_for_cpu.default
+_PRODUCTS = {_ops.mul.Scalar, _ops.mul.Tensor}
 # Operations that draw random numbers, and those whose results decide what a program does next.
 _NOT_REPEATED = {
     torch.Tag.nondeterministic_seeded,
@@ -143,7 +145,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         # Before the operation, so that no random numbers are used up.
-        if not _NOT_REPEATED.isdisjoint(func.tags) and not _is_plain_index(func, args):
+        if not _can_be_repeated(func, args, kwargs or {}):
             raise NotRecordable(f"{func} depends on values or draws random numbers")
         result = func(*args, **(kwargs or {}))
         if not isinstance(result, Tensor | tuple | list | None):
@@ -152,12 +154,16 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
-def _is_plain_index(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether an operation indexes by integers: shapes do not depend on their values."""
-    masks = (torch.bool, torch.uint8)
-    return func is _ops.index.Tensor and not any(
-        index.dtype in masks for index in args[1] if index is not None
-    )
+def _can_be_repeated(op: Any, args: Sequence[Any], options: dict[str, Any]) -> bool:
+    """Return whether an operation depends on its arguments only, and the next ones not on it."""
+    if _NOT_REPEATED.isdisjoint(op.tags):
+        return True
+    if op is _ops.index.Tensor:
+        # The shape depends on the values of masks, but not on those of integers.
+        masks = (torch.bool, torch.uint8)
+        return not any(index.dtype in masks for index in args[1] if index is not None)
+    # Attention draws random numbers for dropout only.
+    return op is _ATTENTION and (*args[3:4], options.get("dropout_p", 0.0))[0] == 0
 
 
 class _Writer:
@@ -280,9 +286,10 @@ def _same(call: _Call, changed: set[int]) -> Tensor | None:
     made = call.result
     if call.written or not isinstance(made, Tensor):
         return None
-    if call.op is _ops.mul.Scalar and call.args[1] == 1 and _layout(made) == _layout(call.args[0]):
-        copied = call.args[0]
-        return copied if changed.isdisjoint((_place(made), _place(copied))) else None
+    if call.op in _PRODUCTS and isinstance(call.args[1], int | float) and call.args[1] == 1:
+        (factor,) = call.read
+        unchanged = changed.isdisjoint((_place(made), _place(factor)))
+        return factor if unchanged and _layout(made) == _layout(factor) else None
     for tensor in call.read:
         if made.data_ptr() == tensor.data_ptr() and _layout(made) == _layout(tensor):
             return tensor

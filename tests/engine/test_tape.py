@@ -1,0 +1,301 @@
+"""Tapes: the same bits as the program, and programs that no tape may stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from equipoise.data.cache import MappedArray
+from equipoise.engine import stacked, tape
+from equipoise.engine.settings import Machine, Training
+from equipoise.engine.tape import RUNS_BEFORE, NotRecordable, Tape, Tapes
+from equipoise.method import LocalRule, Method, Phase
+from equipoise.methods import build, names
+from equipoise.models.base import Model
+from equipoise.optimizers import Adam, Schedule, Sgd
+from equipoise.run.evaluation import Evaluation
+from equipoise.run.trainer import Trainer
+from tests.engine.every_method import SETTINGS, VARIANTS, fits, trained_by
+from tests.engine.federations import images
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stacked_gradient(weight, x, y):
+    """The gradient of many clients, as a step computes it."""
+    leaf = weight.detach().requires_grad_()
+
+    def of_one(weight, x, y):
+        return nn.functional.cross_entropy(torch.relu(x @ weight), y)
+
+    losses = torch.func.vmap(of_one)(leaf, x, y)
+    return [losses.detach(), *torch.autograd.grad(losses.sum(), [leaf])]
+
+
+def batches(seed):
+    y = torch.from_numpy(np.random.default_rng(seed).integers(0, 4, (3, 5)))
+    return [drawn(3, 6, 4, seed=seed), drawn(3, 5, 6, seed=seed + 100), y]
+
+
+def test_a_tape_gives_the_bits_of_the_program():
+    recorded = Tape(stacked_gradient, batches(0))
+    for seed in range(5):
+        found, wanted = recorded(batches(seed)), stacked_gradient(*batches(seed))
+        assert all(map(torch.equal, found, wanted))
+        assert [t.stride() for t in found] == [t.stride() for t in wanted]
+    assert torch.equal(recorded.outputs[1], stacked_gradient(*batches(0))[1])
+
+
+def test_operations_without_effect_are_left_out():
+    plain = Tape(lambda x: [x.exp()], [drawn(3)])
+    padded = Tape(lambda x: [(x.view(3).expand(3).detach() * 1).exp(), x.sin()][:1], [drawn(3)])
+    assert padded._run.__code__.co_code == plain._run.__code__.co_code
+
+
+def test_what_depends_on_no_input_is_computed_once():
+    x, other = torch.ones(3), torch.zeros(3)
+    recorded = Tape(lambda x: [x + torch.arange(3).exp()], [x])
+    assert recorded._run.__code__.co_code == Tape(lambda x: [x + other], [x])._run.__code__.co_code
+    assert torch.equal(recorded([x])[0], x + torch.arange(3).exp())
+    # But not if it is changed, by the program or by whoever gets it.
+    changing = Tape(lambda x: [torch.zeros(3).add_(x), torch.zeros(3)], [x])
+    for _ in range(2):
+        total, zeros = changing([x])
+        assert (total.tolist(), zeros.tolist()) == ([1.0] * 3, [0.0] * 3)
+        zeros += 1
+
+
+def test_changes_in_place_are_repeated_in_order():
+    def program(x, y):
+        total = x.clone()
+        view = total[1:]
+        before = view.sum()
+        view.mul_(y)
+        return [total, before, view.sum()]
+
+    recorded = Tape(program, [drawn(4), drawn(3)])
+    given = [drawn(4, seed=1), drawn(3, seed=2)]
+    assert all(map(torch.equal, recorded(given), program(*given)))
+
+
+def test_a_tensor_that_was_given_twice_may_be_two_in_the_next_run():
+    x = drawn(3)
+    recorded = Tape(lambda a, b: [a - 2 * b], [x, x])
+    one, other = drawn(3, seed=1), drawn(3, seed=2)
+    assert torch.equal(recorded([one, other])[0], one - 2 * other)
+
+
+def test_other_tensors_are_read_in_every_run():
+    scale = torch.tensor(2.0)
+    recorded = Tape(lambda x: [x * scale], [drawn(3)])
+    scale.fill_(3.0)
+    assert torch.equal(recorded([torch.ones(3)])[0], torch.full((3,), 3.0))
+
+
+def test_memory_is_freed_as_by_the_program():
+    recorded = Tape(lambda x: [x.exp().sin().cos()], [drawn(3)])
+    variables = recorded._run.__code__.co_varnames
+    # The input, and three results of which two are deleted on the way.
+    assert len(variables) == 4
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: [x * x.sum().item()],
+        lambda x: [x if x[0] > 0 else -x],
+        lambda x: [x + torch.rand(3)],
+        lambda x: [nn.functional.dropout(x)],
+        lambda x: [x[x > 0]],
+        lambda x: [x.nonzero()],
+    ],
+    ids=["item", "branch", "random", "dropout", "mask", "nonzero"],
+)
+def test_programs_that_depend_on_values_or_chance_are_not_recorded(program):
+    state = torch.get_rng_state()
+    with pytest.raises(NotRecordable):
+        Tape(program, [drawn(3)])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_program_that_cannot_be_recorded_runs_from_python():
+    tapes = Tapes()
+    for number in range(6):
+        found = tapes.carry_out("item", lambda x: x * x.item(), torch.tensor(float(number)))
+        assert found == number**2
+    assert tapes.repeated == 0
+
+
+def test_a_tape_that_returns_something_else_is_never_used():
+    """Values that leave PyTorch unseen are constants to a tape."""
+    tapes = Tapes()
+
+    def program(x):
+        return x + max(x.tolist())
+
+    for seed in range(8):
+        x = drawn(3, seed=seed)
+        assert torch.equal(tapes.carry_out("max", program, x), x + max(x.tolist()))
+    assert tapes.repeated == 0
+
+
+def test_nan_does_not_keep_a_tape_from_being_used():
+    tapes = Tapes()
+    for _ in range(6):
+        found = tapes.carry_out("nan", lambda x: x * 2, torch.tensor([float("nan"), 1.0]))
+        assert found[1] == 2
+    assert tapes.repeated == 6 - RUNS_BEFORE - 2
+
+
+def test_shapes_layouts_names_and_forms_are_told_apart():
+    tapes = Tapes()
+
+    def carried(name, given):
+        return tapes.carry_out(name, lambda given: {k: v + 1 for k, v in given.items()}, given)
+
+    for _ in range(5):
+        carried("a", {"x": torch.zeros(2, 3)})
+    assert tapes.repeated == 1
+    for name, given in [
+        ("b", {"x": torch.zeros(2, 3)}),
+        ("a", {"x": torch.zeros(3, 2)}),
+        ("a", {"x": torch.zeros(3, 2).t()}),
+        ("a", {"x": torch.zeros(2, 3, dtype=torch.float64)}),
+        ("a", {"y": torch.zeros(2, 3)}),
+    ]:
+        assert list(carried(name, given)) == list(given)
+    assert tapes.repeated == 1
+
+
+def test_the_programs_that_were_used_least_recently_are_forgotten(monkeypatch):
+    monkeypatch.setattr(tape, "MOST_PROGRAMS", 2)
+    tapes = Tapes()
+    for _ in range(6):
+        for name in range(3):
+            tapes.carry_out(name, torch.neg, torch.zeros(2))
+    assert tapes.repeated == 0
+    assert len(tapes._programs) == 2
+
+
+@pytest.fixture
+def tapes_made(monkeypatch):
+    """The tapes of all engines that the test makes."""
+    made = []
+
+    class Kept(Tapes):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(stacked, "Tapes", Kept)
+    # Short runs have tapes as well.
+    monkeypatch.setattr(tape, "RUNS_BEFORE", 0)
+    return made
+
+
+def assert_same_bits(method, what, chunk, tapes_made):
+    """Compare a run with tapes to one without, and return how often a tape was used."""
+    wanted = trained_by(method, what, chunk=chunk)
+    assert not tapes_made
+    found = trained_by(method, what, chunk=chunk, replay=True)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    return sum(tapes.repeated for tapes in tapes_made)
+
+
+@pytest.mark.parametrize("method", [*names(), *VARIANTS])
+def test_a_run_of_any_method_gives_the_same_bits_with_tapes(method, tapes_made):
+    what = next(what for what in SETTINGS if fits(method, what))
+    assert assert_same_bits(method, what, 4, tapes_made) > 0
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("what", SETTINGS)
+def test_a_run_of_any_model_gives_the_same_bits_with_tapes(what, chunk, tapes_made):
+    method = "fedavg" if fits("fedavg", what) else "fedclip, contrastive"
+    assert assert_same_bits(method, what, chunk, tapes_made) > 0
+
+
+def run(method="fedavg", *, rounds=8, federation=None, machine=None, **training):
+    """Train all of a few equal clients, so that all steps have one shape."""
+    torch.manual_seed(0)
+    trainer = Trainer(
+        federation or images(sizes=[16] * 4),
+        method if isinstance(method, Method) else build(method),
+        Model(nn.Flatten(), nn.Linear(50, 4)),
+        Training(rounds=rounds, batch_size=8, **training),
+        Machine(device="cpu", **(machine or {})),
+        Evaluation(every=0),
+        seed=0,
+    )
+    trainer.run()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"schedule": Schedule(kind="exponential", decay=0.9)},
+        {"optimizer": Adam(lr=0.01)},
+        {"optimizer": Sgd(lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1)},
+        {"clip": 0.1},
+    ],
+    ids=["schedule", "adam", "dampening", "clip"],
+)
+def test_optimizers_and_schedules_do_not_depend_on_tapes(training):
+    found, wanted = (run(machine={"replay": replay}, **training) for replay in (True, False))
+    assert torch.equal(found.global_model["head.weight"], wanted.global_model["head.weight"])
+    # Two steps a round: of the first five, two are run, one is recorded and one checked.
+    assert found.engine.workshop._tapes.repeated == 16 - RUNS_BEFORE - 2
+
+
+def test_a_rule_that_follows_the_learning_rate_is_recorded_for_each_rate():
+    halved = {"rounds": 16, "schedule": Schedule(kind="steps", at=(8,), factors=(0.5,))}
+    found, wanted = (
+        run("perfedavg", machine={"replay": replay}, **halved) for replay in (True, False)
+    )
+    assert torch.equal(found.global_model["head.weight"], wanted.global_model["head.weight"])
+    # A step uses two batches, so there is one a round.
+    assert found.engine.workshop._tapes.repeated == 2 * (8 - RUNS_BEFORE - 2)
+
+
+def test_samples_on_disk_are_read_and_not_recorded(tmp_path):
+    data = images(sizes=[16] * 4)
+    stored = MappedArray.write(tmp_path / "x.npy", tuple(data.x.shape), data.x.dtype, [data.x])
+    on_disk = replace(data, x=stored)
+    found, wanted = run(federation=on_disk), run(federation=data)
+    assert torch.equal(found.global_model["head.weight"], wanted.global_model["head.weight"])
+    assert found.engine.workshop._tapes is None
+
+
+def test_a_loss_that_depends_on_values_still_trains():
+    @dataclass(frozen=True)
+    class Cautious(LocalRule):
+        def phases(self):
+            return [Phase(loss=self.loss)]
+
+        @staticmethod
+        def loss(client):
+            losses = client.task_loss()
+            return losses * (2 if losses.mean().item() > 1 else 1)
+
+    method = replace(build("fedavg"), local=Cautious())
+    found, wanted = (run(method, machine={"replay": r, "chunk": 1}) for r in (True, False))
+    assert torch.equal(found.global_model["head.weight"], wanted.global_model["head.weight"])
+    assert found.engine.workshop._tapes.repeated == 0
+
+
+def test_a_rule_that_is_not_hashable_trains_without_tapes():
+    @dataclass
+    class Plain(LocalRule):
+        pass
+
+    found = run(replace(build("fedavg"), local=Plain()))
+    assert torch.equal(found.global_model["head.weight"], run().global_model["head.weight"])
+    assert found.engine.workshop._tapes.repeated == 0
