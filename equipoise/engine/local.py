@@ -675,12 +675,8 @@ class Workshop:
         if slow and self._replay is not None:
             self._unreplayed = f"the optimizer {slow[0]} cannot be replayed"
         if slow or self._replay is None:
-            laid_out = _laid_out(chunk)
-            training = LocalTraining(laid_out, rule, paces, self._frozen, tapes=self._tapes)
+            training = LocalTraining(chunk, rule, paces, self._frozen, tapes=self._tapes)
             outcome = training.run(batches)
-            for name, tensor in laid_out.params.items():
-                if tensor is not chunk.params[name]:
-                    chunk.params[name].copy_(tensor)
             self._meanwhile()
             return outcome
         clients = len(chunk.seen)
@@ -721,23 +717,6 @@ class Workshop:
             _, oldest = self._trainings.popitem(last=False)
             kept -= oldest.nbytes
             replay.forget(oldest.number)
-
-
-def _laid_out(chunk: Chunk) -> Chunk:
-    """Lay out the weights of convolutions as a CPU reads them fastest, if there is one client.
-
-    Convolutions of stacked clients cannot choose the layout.
-    """
-    names = [
-        name for name in chunk.params if name.removeprefix(PERSONAL) in chunk.network.innermost
-    ]
-    if len(chunk.seen) > 1 or not names:
-        return chunk
-    copies = {
-        name: chunk.params[name][0].contiguous(memory_format=torch.channels_last).unsqueeze(0)
-        for name in names
-    }
-    return replace(chunk, params=chunk.params | copies)
 
 
 def _as_column(lr: Column, clients: int, device: torch.device) -> Tensor:

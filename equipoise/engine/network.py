@@ -31,7 +31,6 @@ from equipoise.models.functions import Carried, Watched, advice
 from equipoise.models.headed import Headed, tensor_of
 from equipoise.models.layers import (
     BatchNorm,
-    Convolution,
     Dropout,
     Forward,
     convert,
@@ -228,17 +227,6 @@ class Network:
     def batchwise(self) -> bool:
         """Whether outputs depend on the batch even in evaluation: BatchNorm without statistics."""
         return any(layer.running_mean is None for _, layer in self._norms)
-
-    @cached_property
-    def innermost(self) -> frozenset[str]:
-        """Names of weights with which a CPU convolves faster if their channels are innermost."""
-        if self.device.type != "cpu" or self.dtype != torch.float32:
-            return frozenset()
-        return frozenset(
-            f"{name}.weight"
-            for name, layer in self.module.named_modules()
-            if isinstance(layer, Convolution) and layer.channels_innermost
-        )
 
     def blank(self) -> nn.Module:
         """Return a copy of the original module, in its own types, to be filled with parameters."""

@@ -51,21 +51,27 @@ class NotRecordable(RuntimeError):
     """A program does something that a tape cannot repeat."""
 
 
-class Tape:
-    """A recorded program of tensors.
+Tape = Callable[..., list[Tensor]]
+"""A recorded program: it takes and returns tensors."""
+
+
+def record(
+    program: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
+) -> tuple[Tape, list[Tensor]]:
+    """Run a program, and record it.
 
     Parameters
     ----------
     program : callable
-        Takes tensors, and returns a sequence of tensors. It is run once. It may read other tensors
-        if these are the same in every run.
+        Takes tensors, and returns a sequence of tensors. It may read other tensors if these are the
+        same in every run.
     inputs : sequence of Tensor
         Its arguments.
 
-    Attributes
-    ----------
-    outputs : list of Tensor
-        The results of the run that was recorded.
+    Returns
+    -------
+    tuple
+        The tape, for other inputs of the same shapes and layouts, and the results of this run.
 
     Raises
     ------
@@ -74,24 +80,17 @@ class Tape:
 
     Examples
     --------
-    >>> tape = Tape(lambda x, y: [(x @ y).relu()], [torch.ones(2, 2), torch.ones(2, 2)])
-    >>> tape([torch.eye(2), torch.tensor([[1.0, -1.0], [2.0, 3.0]])])
+    >>> tape, _ = record(lambda x, y: [(x @ y).relu()], [torch.ones(2, 2), torch.ones(2, 2)])
+    >>> tape(torch.eye(2), torch.tensor([[1.0, -1.0], [2.0, 3.0]]))
     [tensor([[1., 0.],
             [2., 3.]])]
     """
-
-    def __init__(self, program: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> None:
-        # Each input is an object of its own, because a tensor that was given twice may be two in
-        # the next run.
-        own = [tensor.detach() for tensor in inputs]
-        with _Recorder() as recorder:
-            self.outputs = [*program(*own)]
-        self._run = _Writer(own, self.outputs, recorder.calls).function()
-
-    @torch.no_grad()
-    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the results for other inputs of the same shapes and layouts."""
-        return self._run(*inputs)
+    # Each input is an object of its own, because a tensor that was given twice may be two in the
+    # next run.
+    own = [tensor.detach() for tensor in inputs]
+    with _Recorder() as recorder:
+        outputs = [*program(*own)]
+    return torch.no_grad()(_Writer(own, outputs, recorder.calls).function()), outputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +185,7 @@ class _Writer:
             self._name(tensor)
         self._calls = self._needed(self._with_effect(calls))
 
-    def function(self) -> Callable[..., list[Tensor]]:
+    def function(self) -> Tape:
         """Return the function."""
         returned = [self._read(tensor) for tensor in self._outputs]
         given = [self._names[id(tensor)] for tensor in self._inputs]
@@ -203,7 +202,7 @@ class _Writer:
         head, tail = f"def run({', '.join(given)}):", f"return [{', '.join(returned)}]"
         found: dict[str, Any] = {}
         exec("\n    ".join([head, *lines, tail]), self._values, found)
-        function: Callable[..., list[Tensor]] = found["run"]
+        function: Tape = found["run"]
         return function
 
     def _with_effect(self, calls: Sequence[_Call]) -> list[_Call]:
@@ -391,7 +390,7 @@ class Tapes:
             return program(given)
         if known.tape is not None and known.trusted:
             self.repeated += 1
-            return cast(Made, put_together(known.made, iter(known.tape(tensors))))
+            return cast(Made, put_together(known.made, iter(known.tape(*tensors))))
         known.runs += 1
         if known.runs <= RUNS_BEFORE:
             return program(given)
@@ -414,11 +413,11 @@ def _record(
         return found
 
     try:
-        known.tape = Tape(flat, tensors)
+        known.tape, outputs = record(flat, tensors)
     except NotRecordable:
         known.refused = True
         return program(given)
-    return cast(Made, put_together(known.made, iter(known.tape.outputs)))
+    return cast(Made, put_together(known.made, iter(outputs)))
 
 
 def _check(
@@ -432,7 +431,7 @@ def _check(
     wanted: list[Tensor] = []
     result = program(given)
     form = taken_apart(result, wanted)
-    known.trusted = form == known.made and all(map(_identical, tape(tensors), wanted))
+    known.trusted = form == known.made and all(map(_identical, tape(*tensors), wanted))
     known.refused = not known.trusted
     return result
 

@@ -560,18 +560,16 @@ class Convolution(nn.Conv2d):
     def _laid_out(self, x: Tensor) -> Tensor:
         """Lay images out as a CPU convolves them fastest, if results may lie in any layout.
 
-        That is with channels innermost, unless PyTorch then has to copy large weights. Under
-        ``vmap`` the layout cannot be chosen.
+        That is with channels innermost, unless the weights, which PyTorch then copies, are large.
+        Under ``vmap`` the layout cannot be chosen.
         """
         in_engine = _current is not None and not transforms()
         plain = x.dim() == 4 and x.device.type == "cpu" and x.dtype == torch.float32
         if not (self.channels_innermost and in_engine and plain):
             return x
-        pays = (
-            self.weight.is_contiguous(memory_format=torch.channels_last)
-            or x.numel() >= _IMAGES_TO_WEIGHTS * self.weight.numel()
-        )
-        return x.contiguous(memory_format=torch.channels_last if pays else torch.contiguous_format)
+        pays = x.numel() >= _IMAGES_TO_WEIGHTS * self.weight.numel()
+        layout = torch.channels_last if pays else torch.contiguous_format
+        return x.contiguous(memory_format=layout)
 
     def _in_groups(self, x: Tensor) -> bool:
         """Return whether PyTorch's own convolution is the better one if there are no kernels."""
