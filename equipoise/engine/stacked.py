@@ -25,7 +25,7 @@ from equipoise.engine.network import Network
 from equipoise.engine.replay import Replay
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.stack import repeated
-from equipoise.engine.tape import Tapes
+from equipoise.engine.tape import Tapes, pays_for
 from equipoise.errors import InputError
 from equipoise.federation import Federation, Split
 from equipoise.losses import check_loss
@@ -101,11 +101,9 @@ class StackedEngine:
         self.total_was_read = False
         self.metrics: tuple[Metric, ...] = ()
         self.counting: Counting | None = None
-        self.workshop = Workshop(
-            Replay() if machine.replay and self.data.on_gpu else None,
-            Tapes() if machine.replay and self.data.on_cpu else None,
-        )
         self.train_indices = torch.from_numpy(self.view.train.indices).to(device)
+        largest = int(self.view.train.sizes.max(initial=1))
+        samples = min(training.batch_size, largest)
         if isinstance(machine.chunk, int):
             self.chunk = machine.chunk
             if self.chunk > 1 and self.network.unstackable:
@@ -115,9 +113,13 @@ class StackedEngine:
                     "trains them one by one"
                 )
         else:
-            largest = int(self.view.train.sizes.max(initial=1))
-            samples = min(training.batch_size, largest)
             self.chunk = chunk_by_rule(self.network, samples, tf32=machine.tf32)
+        together = min(self.chunk, len(self.view.train.sizes))
+        taped = self.data.on_cpu and pays_for(self.network, samples * together)
+        self.workshop = Workshop(
+            Replay() if machine.replay and self.data.on_gpu else None,
+            Tapes() if machine.replay and taped else None,
+        )
 
     def cohort(self, method: Method, clients: NDArray[np.int64], round_: int) -> StackedCohort:
         """Return the cohort of a round (counted from 0)."""

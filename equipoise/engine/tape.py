@@ -16,10 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from equipoise.engine.network import Network
 from equipoise.engine.stack import put_together, taken_apart
 
 # How often a program runs before it is recorded. Recording takes as long as a few runs.
 RUNS_BEFORE = 2
+# While a step is recorded, all its tensors are in memory. A step with larger activations would
+# hardly gain, because it takes much longer than the code around it.
+LARGEST_BYTES = 1 << 28
 # How many programs are known at a time. Unequal clients finish at different steps, and every number
 # of active clients is a program of its own.
 MOST_PROGRAMS = 256
@@ -45,6 +49,20 @@ _NOT_REPEATED = {
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
+
+
+def pays_for(network: Network, samples: int) -> bool:
+    """Return whether steps of a model with so many samples are small enough to be recorded.
+
+    Examples
+    --------
+    >>> from equipoise import tasks
+    >>> from equipoise.models import build
+    >>> model = build("logistic", shape=(2,), classes=3)
+    >>> pays_for(Network(model, tasks.build("classification")), samples=10)
+    True
+    """
+    return samples * network.activations * network.dtype.itemsize <= LARGEST_BYTES
 
 
 class NotRecordable(RuntimeError):

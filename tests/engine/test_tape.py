@@ -281,6 +281,17 @@ def test_samples_on_disk_are_read_and_not_recorded(tmp_path):
     assert found.engine.workshop._tapes is None
 
 
+def test_steps_that_take_much_memory_are_not_recorded(monkeypatch):
+    wanted = run()
+    # Flatten passes 50 numbers a sample on, and the head makes 4, for 8 samples of 4 clients.
+    monkeypatch.setattr(tape, "LARGEST_BYTES", 4 * 8 * 4 * 54 - 1)
+    found = run(machine={"chunk": 4})
+    assert found.engine.workshop._tapes is None
+    assert torch.equal(found.global_model["head.weight"], wanted.global_model["head.weight"])
+    monkeypatch.setattr(tape, "LARGEST_BYTES", 4 * 8 * 4 * 54)
+    assert run(machine={"chunk": 4}).engine.workshop._tapes is not None
+
+
 def test_a_loss_that_depends_on_values_still_trains():
     @dataclass(frozen=True)
     class Cautious(LocalRule):
