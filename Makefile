@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## who does federated averaging leave behind, and which methods help? (under a minute)
 	$(VENV)/bin/equipoise compare demo --jobs 2 --out runs/demo
 
-digits: $(READY)  ## compare every method on the embedded digits, and write docs/results/digits.md (under 15 minutes)
+digits: $(READY)  ## compare every method on the embedded digits, and write docs/results/digits.md (about 3 minutes)
 	$(VENV)/bin/equipoise compare experiments/digits/all.yaml --jobs 2 --out runs/digits-all --markdown runs/digits-all/table.md
 	$(PYTHON) experiments/digits/page.py runs/digits-all
 
