@@ -72,11 +72,6 @@ OF_CLIP = (
 )
 # The model of a single method, which for other methods differs little from "prompts".
 OF_FEDGC = ("fedavg", "fedgc", "fedgcr", "fedgcr, received", "fedgr")
-# Their clients train as those of FedAvg do. The server sees stacked tensors, whatever the model.
-OTHER_SERVERS = (
-    *("fedavgm", "fedadam", "fedyogi", "qffl", "afl", "term", "fedmgda", "ga", "faa"),
-    *("median", "trimmedmean"),
-)
 # Methods for models of one kind: BatchNorm with statistics, prompts with GC-Net, or frozen class
 # tokens.
 ONLY = {
@@ -94,8 +89,6 @@ def fits(method, what):
         # Guards see stacked tensors, whatever the model.
         return False
     if what not in ONLY.get(method, SETTINGS):
-        return False
-    if what not in ("images", "text", "clip adapter") and method in OTHER_SERVERS:
         return False
     if what == "text" and build(**VARIANTS.get(method, {"name": method})).needs_images:
         return False
