@@ -36,6 +36,7 @@ from benchmarks.protocol import Job
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
 from equipoise.federation import Federation, Split
+from equipoise.method import Method
 from equipoise.methods import build as build_method
 from equipoise.models import build as build_model
 from equipoise.optimizers import Sgd
@@ -82,14 +83,17 @@ def federation(job: Job, val: int, test: int) -> Federation:
 
 
 def trainer(
-    job: Job, data: Federation, every: int, machine: Machine, directory: Path, method: str
+    job: Job, data: Federation, every: int, machine: Machine, directory: Path, method: Method
 ) -> Trainer:
     """Make one of the two runs."""
     directory.mkdir()
+    model = build_model(
+        job.model, shape=job.shape, classes=job.classes, seed=job.seed, **job.options
+    )
     return Trainer(
         data,
-        build_method(method),
-        build_model(job.model, shape=job.shape, classes=job.classes, seed=job.seed, **job.options),
+        method,
+        method.extend(model, job.shape, job.seed),
         Training(
             rounds=10**6,
             cohort=job.cohort,
@@ -145,7 +149,7 @@ def measure(
     data = federation(job, val, test)
     with tempfile.TemporaryDirectory() as temporary:
         runs = {
-            name: trainer(job, data, every, machine, Path(temporary) / name, method)
+            name: trainer(job, data, every, machine, Path(temporary) / name, build_method(method))
             for name, every in (("without", 0), ("with", 1))
         }
         taken: dict[str, list[float]] = {name: [] for name in runs}

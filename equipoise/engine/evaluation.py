@@ -26,6 +26,7 @@ from equipoise.models.layers import Forward
 from equipoise.tree import Tree
 
 Measured = dict[str, NDArray[np.float64]]
+_SHARED = Forward(train=False, shared=True)
 
 
 @torch.no_grad()
@@ -88,7 +89,7 @@ def evaluate_shared(
         } | wanted.values
     for part in torch.from_numpy(positions).split(samples_a_pass(network, 1)):
         x, y = data.fetch(part)
-        output = network.apply(params, x, Forward(train=False)).output
+        output = network.apply(params, x, _SHARED).output
         if wanted.any and where is None:
             wanted.add(output, y)
         for name, values in network.task.metrics(output, y).items():
@@ -192,7 +193,7 @@ def _collect_repeated(network: Network, data: DeviceData, params: Tree, wanted: 
         outputs, targets = [], []
         for part in torch.from_numpy(held).split(samples_a_pass(network, 1)):
             x, y = data.fetch(part)
-            outputs.append(network.apply(params, x, Forward(train=False)).output.cpu())
+            outputs.append(network.apply(params, x, _SHARED).output.cpu())
             targets.append(y.cpu())
         wanted.measure(position, outputs, targets)
 

@@ -46,6 +46,8 @@ class Forward:
         Key of the random numbers of this client, phase and step.
     stacked : bool
         Whether this is one of many clients under ``vmap``.
+    shared : bool
+        Whether one model evaluates the samples of many clients, without gradients.
     factored : bool
         Whether gradients by weights may be left as factors: see
         :mod:`equipoise.models.factored`.
@@ -55,7 +57,13 @@ class Forward:
     mask: Tensor | None = None
     key: Tensor | None = None
     stacked: bool = False
+    shared: bool = False
     factored: bool = False
+
+    @property
+    def wide(self) -> bool:
+        """Whether the samples of many clients are processed at a time."""
+        return self.stacked or self.shared
 
 
 _current: Forward | None = None
@@ -153,7 +161,7 @@ def dropped(x: Tensor, p: float, key: Tensor, channels: bool = False) -> Tensor:
 
 def _kernels(x: Tensor, name: str = "kernels") -> Any:
     """Return a module of GPU kernels if they can serve this pass, else ``None``."""
-    if not _stacked_on_gpu(x) or x.dtype not in (torch.float32, torch.bfloat16):
+    if not _wide_on_gpu(x) or x.dtype not in (torch.float32, torch.bfloat16):
         return None
     return _module_with_triton(name, x.device)
 
@@ -468,6 +476,11 @@ def _stacked_on_gpu(x: Tensor) -> bool:
     return _current is not None and _current.stacked and x.is_cuda
 
 
+def _wide_on_gpu(x: Tensor) -> bool:
+    """Return whether this pass, on a GPU, has enough samples for the kernels of stacked clients."""
+    return _current is not None and _current.wide and x.is_cuda
+
+
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, *, factored: bool = False) -> Tensor:
     """Do what ``F.linear`` does, with a gradient that lies in memory as the weights do.
 
@@ -511,8 +524,9 @@ class Convolution(nn.Conv2d):
     Under ``vmap`` a convolution becomes a grouped one, with a group a client. cuDNN has fast
     grouped kernels for TF32 and bfloat16, but for few channels and in float32 it works through the
     groups one after the other. On a GPU with Triton the kernels of
-    :mod:`equipoise.models.convolutions` do the work. On one without, float32 images are cut into
-    patches, which is several times faster than groups.
+    :mod:`equipoise.models.convolutions` do the work, also in evaluation, because they compute
+    float32 on tensor cores. On one without, float32 images are cut into patches, which is several
+    times faster than groups.
     """
 
     def __init__(self, layer: nn.Conv2d) -> None:
@@ -589,7 +603,7 @@ def _is_depthwise(layer: nn.Conv2d) -> bool:
 
 def _convolutions(x: Tensor, weight: Tensor) -> Any:
     """Return the module of convolutions if they can serve this pass, else ``None``."""
-    if not _stacked_on_gpu(x) or x.dim() != 4:
+    if not _wide_on_gpu(x) or x.dim() != 4:
         return None
     lowered = torch.is_autocast_enabled("cuda")
     types = (torch.float32, torch.bfloat16) if lowered else (torch.float32,)
@@ -663,7 +677,7 @@ class Sequential(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply one layer after the other."""
-        if _current is None or not _current.stacked or not self.on_device(x):
+        if _current is None or not _current.wide or not self.on_device(x):
             made: Tensor = super().forward(x)
             return made
         layers: list[nn.Module | None] = [*self, None]

@@ -318,7 +318,7 @@ def everywhere(monkeypatch):
 
     def chosen(module):
         def serving(x, *_):
-            if layers._current is None or not layers._current.stacked or x.dtype != torch.float32:
+            if layers._current is None or not layers._current.wide or x.dtype != torch.float32:
                 return None
             calls.append(module)
             return module
@@ -458,6 +458,31 @@ def test_a_step_of_a_whole_model_copies_no_images(name, everywhere, monkeypatch)
     for parameter, other in wanted.items():
         scale = max(float(other.abs().max()), 1e-3)
         assert float((found[parameter] - other).abs().max()) <= 1e-4 * scale, parameter
+
+
+@pytest.mark.parametrize("name", ["cnn4", "bncnn", "resnet18"])
+def test_a_shared_model_is_evaluated_by_the_same_kernels(name, everywhere, monkeypatch):
+    monkeypatch.setattr(Sequential, "on_device", staticmethod(lambda x: True))
+    options = {
+        "cnn4": {"channels": (2, 3, 2, 3)},
+        "bncnn": {"channels": (3, 2), "hidden": (), "kernel": 3},
+        "resnet18": {"width": 4},
+    }[name]
+    module = build(name, shape=(2, 8, 8), classes=3, **options)
+    kernel_sizes = [m.kernel_size for m in module.modules() if isinstance(m, nn.Conv2d)]
+    x = normal(7, 2, 8, 8)
+
+    def outputs(dtype, **how):
+        network = Network(module, tasks.build("classification"), torch.device(DEVICE), dtype)
+        params = {name: tensor.to(dtype) for name, tensor in network.initial().items()}
+        with torch.no_grad():
+            return network.apply(params, x.to(dtype), Forward(train=False, **how)).output
+
+    wanted = outputs(torch.float64)
+    outputs(torch.float32)
+    assert not everywhere, "a pass over few samples uses PyTorch's layers"
+    assert_near(outputs(torch.float32, shared=True), wanted, 1e-5)
+    assert everywhere.count(convolutions) == len(kernel_sizes)
 
 
 LARGE = {

@@ -1,0 +1,148 @@
+"""What Client2Vec's local training costs, as a multiple of the seconds of its host.
+
+    python -m benchmarks.index_cost --device cuda --tf32
+    python -m benchmarks.index_cost --host feddyn --clients 20 --samples 50
+
+Two runs take turns in one process, a few rounds each: the host alone, and the host with the use
+``training``. The job is that of ``experiments/client2vec/table1-cifar10.yaml``: the CNN with four
+convolutions, 100 clients of 500 images, ten of them a round, five epochs, batches of 32. Images are
+drawn from a seed, and nothing is evaluated. Clients are indexed before round 1, which is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import jobs
+from benchmarks.evaluation_cost import federation, seconds_of_rounds, trainer
+from benchmarks.protocol import Job
+from equipoise.engine.settings import Machine
+from equipoise.errors import InputError
+from equipoise.method import Method
+from equipoise.methods import build as build_method
+
+# Rounds of each run before those that are timed.
+WARM_UP = 4
+
+
+def job(clients: int, samples: int) -> Job:
+    """Make the job of table 1, with these numbers of clients and of images of each."""
+    return dataclasses.replace(
+        jobs.make("pfl", device="cpu", threads=1),
+        name="client2vec",
+        model="cnn4",
+        clients=clients,
+        samples=samples,
+        cohort=max(1, clients // 10),
+        batch=32,
+        epochs=5,
+        lr=0.01,
+    )
+
+
+def measure(
+    host: str, machine: Machine, *, clients: int, samples: int, rounds: int, turns: int
+) -> dict[str, Any]:
+    """Time both runs in turns.
+
+    Parameters
+    ----------
+    host : str
+        The host method, with its default options.
+    machine : Machine
+        Where, and in which arithmetic.
+    clients, samples : int
+        How many clients there are, and how many images each of them holds.
+    rounds, turns : int
+        Rounds of a turn, and turns of each run.
+
+    Returns
+    -------
+    dict
+        ``ratio`` is that of the median seconds of a round.
+    """
+    work = job(clients, samples)
+    data = federation(work, val=0, test=0)
+    alone = build_method(host)
+    methods: dict[str, Method] = {
+        "host": alone,
+        "with": build_method("client2vec", host=alone, uses=["training"]),
+    }
+    with tempfile.TemporaryDirectory() as temporary:
+        runs = {
+            name: trainer(work, data, 0, machine, Path(temporary) / name, method)
+            for name, method in methods.items()
+        }
+        taken: dict[str, list[float]] = {name: [] for name in runs}
+        for run in runs.values():
+            seconds_of_rounds(run, WARM_UP, machine)
+        for _ in range(turns):
+            for name, run in runs.items():
+                taken[name] += seconds_of_rounds(run, rounds, machine)
+    medians = {name: statistics.median(each) for name, each in taken.items()}
+    on_gpu = machine.torch_device.type == "cuda"
+    return {
+        "host": host,
+        "clients": clients,
+        "samples": samples,
+        "tf32": machine.tf32,
+        "rounds": rounds * turns,
+        "seconds": medians,
+        "ratio": medians["with"] / medians["host"],
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, and write the numbers; 2 for bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.index_cost",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--host", action="append", help="a host; may be repeated (default: fedavg)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--tf32", action="store_true")
+    parser.add_argument("--clients", type=int, default=100)
+    parser.add_argument("--samples", type=int, default=500, help="images of a client")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of a turn")
+    parser.add_argument("--turns", type=int, default=4, help="turns of each run")
+    parser.add_argument("--json", type=Path, help="where to append the numbers, as lines")
+    given = parser.parse_args(argv)
+    try:
+        if min(given.clients, given.samples, given.rounds, given.turns) < 1:
+            raise InputError("--clients, --samples, --rounds and --turns must be at least 1")
+        machine = Machine(device=given.device, tf32=given.tf32)
+        for host in given.host or ["fedavg"]:
+            measured = measure(
+                host,
+                machine,
+                clients=given.clients,
+                samples=given.samples,
+                rounds=given.rounds,
+                turns=given.turns,
+            )
+            print(f"{host}: training with the index takes {measured['ratio']:.2f} times as long")
+            if given.json:
+                given.json.parent.mkdir(parents=True, exist_ok=True)
+                with given.json.open("a") as file:
+                    file.write(json.dumps(measured) + "\n")
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
