@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -47,22 +48,68 @@ class Updates:
     def of(self, which: NDArray[np.bool_]) -> Updates:
         """Return the updates of some of the clients.
 
+        Their rows are copied when they are read for the first time. :func:`mix` needs no copy.
+
         Examples
         --------
         >>> Updates({"w": torch.arange(3)}, {}, {}, {}).of(np.array([True, False, True])).params
         {'w': tensor([0, 2])}
         """
-        chosen = torch.from_numpy(np.flatnonzero(which))
+        return _Chosen.among(self, which)
 
-        def of_chosen(tree: Mapping[str, Tensor]) -> Tree:
-            return {
-                name: stack.index_select(0, chosen.to(stack.device)) for name, stack in tree.items()
-            }
+    def mixed(self, weights: Tensor) -> Tree:
+        """Return the weighted sum of the clients' parameters and buffers; see :func:`mix`."""
+        return mix_tree({**self.params, **self.buffers}, weights)
 
-        uploads = {name: of_chosen(tree) for name, tree in self.uploads.items()}
-        return Updates(
-            of_chosen(self.params), of_chosen(self.buffers), uploads, of_chosen(self.reports)
-        )
+
+class _Chosen(Updates):
+    """The updates of some clients, whose rows are copied when they are read for the first time.
+
+    New memory for many rows costs more time than all that most aggregations do with them, because
+    of its page faults. If fields are given, as ``dataclasses.replace`` does, they are used instead.
+    """
+
+    _all: Updates
+    _clients: int
+    _positions: Tensor
+
+    @classmethod
+    def among(cls, updates: Updates, which: NDArray[np.bool_]) -> _Chosen:
+        """Return the updates of some clients; see :meth:`Updates.of`."""
+        chosen = cls.__new__(cls)
+        positions = torch.from_numpy(np.flatnonzero(which))
+        vars(chosen).update(_all=updates, _clients=len(which), _positions=positions)
+        return chosen
+
+    @cached_property
+    def params(self) -> Tree:
+        return self._copied(self._all.params)
+
+    @cached_property
+    def buffers(self) -> Tree:
+        return self._copied(self._all.buffers)
+
+    @cached_property
+    def uploads(self) -> dict[str, Tree]:
+        return {name: self._copied(tree) for name, tree in self._all.uploads.items()}
+
+    @cached_property
+    def reports(self) -> Reports:
+        return self._copied(self._all.reports)
+
+    def mixed(self, weights: Tensor) -> Tree:
+        """Sum without a copy, unless there is one already. Other clients have weight 0."""
+        copied = not {"params", "buffers"}.isdisjoint(vars(self))
+        if copied or len(weights) != len(self._positions):
+            return super().mixed(weights)
+        of_all = weights.new_zeros(self._clients)
+        return self._all.mixed(of_all.index_copy(0, self._positions.to(weights.device), weights))
+
+    def _copied(self, tree: Mapping[str, Tensor]) -> Tree:
+        return {
+            name: stack.index_select(0, self._positions.to(stack.device))
+            for name, stack in tree.items()
+        }
 
 
 class Cohort(Protocol):
@@ -212,7 +259,7 @@ def mix(updates: Updates, weights: Tensor) -> Tree:
     >>> mix(two, torch.tensor([0.5, 0.5]))
     {'w': tensor([2.])}
     """
-    return mix_tree({**updates.params, **updates.buffers}, weights)
+    return updates.mixed(weights)
 
 
 def mix_tree(stacked: Tree, weights: Tensor) -> Tree:

@@ -59,14 +59,19 @@ def weighted_sums(stacks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
         totals = kernels.weighted_sums([_in_rows(stack) for stack in stacks], weights)
         return [total.view(stack.shape[1:]) for total, stack in zip(totals, stacks, strict=True)]
     counted = weights.nonzero().flatten()
+    everyone = len(counted) == len(weights)
     weights = weights[counted]
     sums = []
     for stack in stacks:
-        rows = stack if len(counted) == len(stack) else stack[counted.to(stack.device)]
-        weights = weights.to(rows.device, torch.float64)
-        parts = [torch.mv(piece.double().T, weights) for piece in pieces(flat_rows(rows))]
+        weights, counted = weights.to(stack.device, torch.float64), counted.to(stack.device)
+        # Rows are chosen piece by piece. In new memory for whole rows, page faults would take
+        # longer than the sum itself.
+        parts = [
+            torch.mv((piece if everyone else piece.index_select(0, counted)).double().T, weights)
+            for piece in pieces(flat_rows(stack), len(counted))
+        ]
         total = parts[0] if len(parts) == 1 else torch.cat(parts)
-        sums.append(total.view(rows.shape[1:]).to(rows.dtype))
+        sums.append(total.view(stack.shape[1:]).to(stack.dtype))
     return sums
 
 

@@ -120,23 +120,30 @@ def flat_rows(stack: Tensor) -> Tensor:
 _PIECE = {"cpu": 1 << 18, "cuda": 1 << 27}
 
 
-def pieces(rows: Tensor) -> Sequence[Tensor]:
+def pieces(rows: Tensor, clients: int | None = None) -> Sequence[Tensor]:
     """Divide a matrix with a row per client into blocks of columns.
 
     The blocks are so small that a copy in float64 fits into the cache.
+
+    Parameters
+    ----------
+    rows : Tensor
+        The matrix.
+    clients : int, optional
+        How many of its rows are copied. By default all of them.
 
     Examples
     --------
     >>> [piece.shape for piece in pieces(torch.zeros(2, 1 << 18))]
     [torch.Size([2, 131072]), torch.Size([2, 131072])]
+    >>> [piece.shape for piece in pieces(torch.zeros(2, 1 << 18), clients=1)]
+    [torch.Size([2, 262144])]
     >>> [piece.shape for piece in pieces(torch.zeros(3, 0))]
     [torch.Size([3, 0])]
     """
-    return (
-        rows.split(max(1, _PIECE[rows.device.type] // len(rows)), dim=1)
-        if rows.numel()
-        else (rows,)
-    )
+    copied = max(1, len(rows) if clients is None else clients)
+    columns = max(1, _PIECE[rows.device.type] // copied)
+    return (rows,) if rows.shape[1] <= columns else rows.split(columns, dim=1)
 
 
 def norms(tensors: Sequence[Tensor], *, stacked: bool) -> Tensor:

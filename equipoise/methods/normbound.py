@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -55,19 +56,20 @@ class NormBound(Guard):
 
     def screen(self, received: Tree, updates: Updates, cohort: Cohort) -> Screened:
         """Scale long updates, and note the norms of parameters and which clients were scaled."""
-        params, lengths, scaled = self._bounded(updates.params, received, self.bound)
-        buffers, _, more = self._bounded(updates.buffers, received)
+        clients = len(cohort.ids)
+        lengths = _lengths(received, updates.params, clients)
+        dropped = self._far(lengths)
+        params, scaled = self._bounded(updates.params, received, lengths, dropped, self.bound)
+        lengths_of_buffers = _lengths(received, updates.buffers, clients)
+        buffers, more = self._bounded(updates.buffers, received, lengths_of_buffers, dropped)
         scaled = scaled | more
         uploads = {}
         for name, tree in updates.uploads.items():
-            uploads[name], _, more = self._bounded(tree, {})
+            uploads[name], more = self._bounded(tree, {}, _lengths({}, tree, clients), dropped)
             scaled = scaled | more
-        # What nobody sends has one norm, zero.
-        lengths, scaled = lengths.expand(len(cohort.ids)), scaled.expand(len(cohort.ids))
-        dropped = self._far(lengths)
         ids = torch.from_numpy(cohort.ids)
         bounded = replace(updates, params=params, buffers=buffers, uploads=uploads)
-        notes = {"norms": lengths[~dropped], "scaled": ids[scaled & ~dropped].tolist()}
+        notes = {"norms": lengths[~dropped], "scaled": ids[scaled].tolist()}
         return Screened(bounded, tuple(ids[dropped].tolist()), notes)
 
     def _far(self, lengths: Tensor) -> Tensor:
@@ -78,27 +80,33 @@ class NormBound(Guard):
         return lengths > self.drop * median
 
     def _bounded(
-        self, stacked: Tree, origin: Tree, bound: float | None = None
-    ) -> tuple[Tree, Tensor, Tensor]:
-        """Return tensors within their bound, their norms, and which clients were scaled."""
-        clients = len(next(iter(stacked.values()))) if stacked else 1
-        lengths = (
-            norms_from(origin, stacked) if stacked else torch.zeros(clients, dtype=torch.float64)
-        )
+        self,
+        stacked: Tree,
+        origin: Tree,
+        lengths: Tensor,
+        dropped: Tensor,
+        bound: float | None = None,
+    ) -> tuple[Tree, Tensor]:
+        """Return tensors within their bound, and which clients were scaled.
+
+        Clients that are dropped are not scaled: nobody uses their updates, and the copy costs more
+        time than the norms.
+        """
         limit = (
             self.multiple * lengths.median()
             if bound is None
             else torch.tensor(bound, dtype=torch.float64)
         )
-        long = lengths > limit
+        long = (lengths > limit) & ~dropped
         if not bool(long.any()):
-            return stacked, lengths, long
+            return stacked, long
         factors = torch.where(long, limit / lengths, 1.0)
-        return (
-            {n: _shortened(stack, origin.get(n), factors) for n, stack in stacked.items()},
-            lengths,
-            long,
-        )
+        return {n: _shortened(stack, origin.get(n), factors) for n, stack in stacked.items()}, long
+
+
+def _lengths(origin: Tree, stacked: Tree, clients: int) -> Tensor:
+    """Return the norms of clients. What nobody sends has norm zero."""
+    return norms_from(origin, stacked) if stacked else torch.zeros(clients, dtype=torch.float64)
 
 
 def norms_from(origin: Mapping[str, Tensor], stacked: Mapping[str, Tensor]) -> Tensor:
@@ -134,10 +142,10 @@ def differences(stack: Tensor, origin: Tensor | None) -> Iterator[Tensor]:
     if origin is None:
         yield from rows
         return
-    finite, start = _where_finite(origin), 0
+    finite, flat, start = _where_finite(origin), origin.flatten(), 0
     for piece in rows:
         here = slice(start, start := start + piece.shape[1])
-        difference = piece - origin.flatten()[here]
+        difference = piece - flat[here]
         yield difference if finite is None else difference.where(finite.flatten()[here], 0.0)
 
 
@@ -146,7 +154,7 @@ def _where_finite(tensor: Tensor) -> Tensor | None:
 
     A sum is much faster than a look at every number, and not finite if one of them is not.
     """
-    if bool(torch.isfinite(tensor.sum(dtype=torch.float64))):
+    if math.isfinite(tensor.sum(dtype=torch.float64).item()):
         return None
     finite = torch.isfinite(tensor)
     return None if bool(finite.all()) else finite

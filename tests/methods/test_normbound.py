@@ -67,7 +67,8 @@ def test_steps_have_the_lengths_computed_by_hand(options, drop):
         (updates.buffers, screened.updates.buffers, received, None),
         (updates.uploads["c"], screened.updates.uploads["c"], {}, None),
     ):
-        for client, wanted in enumerate(by_hand(before, origin, limit, multiple)):
+        kept = by_hand(before, origin, limit, multiple)[: None if drop is None else 3]
+        for client, wanted in enumerate(kept):
             found = [
                 np.ravel(after[n][client].numpy() - (origin[n].numpy() if n in origin else 0))
                 for n in before
@@ -110,6 +111,17 @@ def test_clients_far_above_the_median_are_dropped():
     assert screened(1.0, -2.0, 2.0, 10.0, 10.1, drop=3.0).dropped == (3, 4)
     # Clients that learn while most others have nothing to learn from.
     assert screened(0.0, 0.0, 0.0, 1.0, 2.0).dropped == ()
+
+
+def test_updates_of_dropped_clients_are_not_scaled():
+    """A scaled copy of all updates would take longer than everything else."""
+    received, updates = random_updates()
+    screened = NormBound(bound=20.0, multiple=10.0).screen(received, updates, COHORT)
+    assert screened.dropped == (9,)
+    assert screened.notes["scaled"] == []
+    assert screened.updates.params is updates.params
+    assert screened.updates.buffers is updates.buffers
+    assert screened.updates.uploads["c"] is updates.uploads["c"]
 
 
 def test_uploads_far_above_the_median_are_bounded_and_not_dropped():

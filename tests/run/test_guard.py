@@ -12,6 +12,7 @@ import torch
 from equipoise.config import experiment_from
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, RunError
+from equipoise.exchange import _Chosen
 from equipoise.method import Sees
 from equipoise.methods import build, describe
 from equipoise.optimizers import Sgd
@@ -192,6 +193,27 @@ def test_local_models_are_kept_as_trained(tmp_path):
         # Only the clients that are kept are evaluated.
         measured = {r["client"] for r in rows_of(folder) if r["model"] == "local"}
         assert measured == set(kept.clients)
+
+
+@pytest.mark.parametrize("guard", ["norm", "krum", "multikrum"])
+def test_an_average_copies_no_rows_of_models(guard, monkeypatch):
+    """Page faults of such a copy would take longer than the guard itself."""
+    copied = []
+    copy_rows = _Chosen._copied
+
+    def listed(chosen, tree):
+        copied.extend(tree)
+        return copy_rows(chosen, tree)
+
+    monkeypatch.setattr(_Chosen, "_copied", listed)
+    method = {"name": "fedavg", "guard": guard}
+    (row,) = trained(method, engine=lying(ATTACKS["x1e6"]), rounds=1).rounds
+    assert LIAR in row["notes"]["guard_dropped"]
+    assert "train_loss" in copied
+    assert not any(name.endswith(("weight", "bias")) for name in copied)
+    # The median looks at every row.
+    trained({"name": "median", "guard": guard}, engine=lying(ATTACKS["x1e6"]), rounds=1)
+    assert any(name.endswith("weight") for name in copied)
 
 
 def test_a_guarded_run_resumes_to_the_same_bytes(tmp_path):
