@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
 
-@cache
-def types_in(annotated: Callable[..., Any]) -> Mapping[str, Any]:
+def types_in(annotated: Any) -> Mapping[str, Any]:
     """Return the types in the annotations of a function or a class.
 
     Evaluating annotations takes longer than checking a value against them, and a study checks the
@@ -26,4 +25,9 @@ def types_in(annotated: Callable[..., Any]) -> Mapping[str, Any]:
     >>> types_in(crop)["size"]
     int | None
     """
+    return _evaluated(annotated)
+
+
+@cache
+def _evaluated(annotated: Any) -> Mapping[str, Any]:
     return MappingProxyType(get_type_hints(annotated))
