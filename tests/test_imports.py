@@ -10,7 +10,7 @@ import sys
 import pytest
 import yaml
 
-from equipoise import data, load, models, train
+from equipoise import data, load, methods, models, train
 from equipoise.config import load_experiment
 from equipoise.data import Iid, Source
 from equipoise.errors import InputError
@@ -261,6 +261,16 @@ def test_code_that_changed_since_a_run_began_is_noticed(tmp_path, monkeypatch):
     del sys.modules["changing"]
 
 
+@pytest.fixture
+def own_registries(monkeypatch):
+    """Let a test register what it likes: it does not stay with the tests that come after."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(methods, "_PARTS", dict(methods._discover()))
+    monkeypatch.setattr(methods, "_METHODS", set(methods._METHODS))
+    monkeypatch.setattr(models, "MODELS", dict(models.MODELS))
+    monkeypatch.setattr(data, "SOURCES", dict(data.SOURCES))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
@@ -300,10 +310,10 @@ def test_code_that_changed_since_a_run_began_is_noticed(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_what_cannot_be_imported_is_named(tmp_path, name, content, says):
+def test_what_cannot_be_imported_is_named(call, own_registries, tmp_path, name, content, says):
     if content is not None:
         (tmp_path / name).write_text(content)
-    code, _, errors = equipoise("run", "--import", name, "--out", "run", cwd=tmp_path)
+    code, _, errors = call("run", "--import", name, "--out", "run")
     assert code == 2
     assert says in " ".join(errors.split())
     assert "Traceback" not in errors

@@ -6,7 +6,9 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin
+
+from equipoise.annotations import types_in
 
 _WORDS = {
     int: "a whole number",
@@ -26,7 +28,7 @@ def types_of(made_from: Callable[..., Any]) -> dict[str, Any]:
     >>> types_of(crop)
     {'size': <class 'int'>}
     """
-    hints = get_type_hints(made_from)
+    hints = types_in(made_from)
     if dataclasses.is_dataclass(made_from):
         return {item.name: hints[item.name] for item in dataclasses.fields(made_from) if item.init}
     return {name: hints[name] for name in _keyword_only(made_from)}

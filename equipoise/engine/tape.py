@@ -8,8 +8,9 @@ same order on tensors of the same layout, so the results have the same bits.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -111,35 +112,48 @@ def record(
     return torch.no_grad()(_Writer(own, outputs, recorder.calls).function()), outputs
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Call:
-    """One operation of a program, with the tensors that it got and returned."""
+    """One operation of a program, with the tensors that it got and returned.
+
+    Attributes
+    ----------
+    op : operation
+        The operation.
+    args, options, result : values
+        Its arguments by position and by name, and what it returned.
+    read, made, written : list of Tensor
+        The tensors among the arguments, those among the results, and those that are changed in
+        place.
+    """
 
     op: Any
     args: Sequence[Any]
     options: dict[str, Any]
     result: Any
+    read: list[Tensor] = field(init=False)
+    made: list[Tensor] = field(init=False)
+    written: list[Tensor] = field(init=False)
 
-    @property
-    def read(self) -> list[Tensor]:
-        """The tensors among the arguments."""
-        return list(_tensors_in([*self.args, *self.options.values()]))
+    def __post_init__(self) -> None:
+        self.read = _tensors_in([*self.args, *self.options.values()])
+        self.made = _tensors_in(self.result)
+        self.written = _tensors_in(
+            [
+                self.args[index] if index < len(self.args) else self.options.get(name)
+                for index, name in _written_arguments(self.op)
+            ]
+        )
 
-    @property
-    def made(self) -> list[Tensor]:
-        """The tensors among the results."""
-        return list(_tensors_in(self.result))
 
-    @property
-    def written(self) -> list[Tensor]:
-        """The tensors that are changed in place."""
-        arguments = self.op._schema.arguments
-        changed = [
-            self.args[index] if index < len(self.args) else self.options.get(argument.name)
-            for index, argument in enumerate(arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        return list(_tensors_in(changed))
+@cache
+def _written_arguments(op: Any) -> list[tuple[int, str]]:
+    """Return the positions and names of the arguments that an operation changes in place."""
+    return [
+        (index, argument.name)
+        for index, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 class _Recorder(TorchDispatchMode):
@@ -208,12 +222,13 @@ class _Writer:
         returned = [self._read(tensor) for tensor in self._outputs]
         given = [self._names[id(tensor)] for tensor in self._inputs]
         # A variable is deleted after its last use, which frees memory as Python would.
-        last = {name: call for call in self._calls for name in self._variables(call.read)}
+        reads = [self._variables(call.read) for call in self._calls]
+        last = {name: call for call, read in zip(self._calls, reads, strict=True) for name in read}
         lines = []
-        for call in self._calls:
+        for call, read in zip(self._calls, reads, strict=True):
             made = self._variables(call.made)
             lines.append(self._line(call))
-            done = {name for name in self._variables(call.read) if last[name] is call}
+            done = {name for name in read if last[name] is call}
             done |= {name for name in made if name not in last}
             if done := done.difference(given, returned):
                 lines.append(f"del {', '.join(sorted(done))}")
@@ -279,7 +294,9 @@ class _Writer:
 
     def _variables(self, tensors: Iterable[Tensor]) -> set[str]:
         """Return the names of those tensors that are local variables."""
-        return {self._names[id(tensor)] for tensor in tensors} - self._values.keys()
+        names = {self._names[id(tensor)] for tensor in tensors}
+        # Values are many: `names - self._values.keys()` would iterate over all of them.
+        return {name for name in names if name not in self._values}
 
     def _name(self, tensor: Tensor) -> None:
         """Name a local variable, unless it has a name."""
@@ -323,13 +340,18 @@ def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _tensors_in(values: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors of nested sequences."""
+def _tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors of nested sequences."""
     if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, tuple | list):
+        return [values]
+    found = []
+    if isinstance(values, tuple | list):
         for value in values:
-            yield from _tensors_in(value)
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif isinstance(value, tuple | list):
+                found += _tensors_in(value)
+    return found
 
 
 @dataclass

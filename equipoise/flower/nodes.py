@@ -101,7 +101,9 @@ class Nodes:
             # Admit all at once, so that the majority and not the first client determines the model.
             if len(self.node_of) >= wanted:
                 self.newcomers()
-            if len(self.node_of) < wanted and time.monotonic() > deadline:
+            if len(self.node_of) >= wanted:
+                break
+            if time.monotonic() > deadline:
                 why = "".join(
                     f"; node {node} was refused: {reason}" for node, reason in self.refused.items()
                 )

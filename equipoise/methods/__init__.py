@@ -10,11 +10,13 @@ import dataclasses
 import pkgutil
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin
 
+from equipoise.annotations import types_in
 from equipoise.errors import InputError, unknown
 from equipoise.method import Aggregation, Guard, LocalRule, Method, Part, Sampler, Sees, View
 from equipoise.wrapping import Wrapper
@@ -128,9 +130,15 @@ def _a(kind: type[Part]) -> str:
 
 
 def _discover() -> dict[str, type[Part]]:
+    _import_all()
+    return _PARTS
+
+
+# Every method that is built asks for all names several times; the directory is listed once.
+@cache
+def _import_all() -> None:
     for module in pkgutil.iter_modules(__path__):
         import_module(f"{__name__}.{module.name}")
-    return _PARTS
 
 
 def names() -> list[str]:
@@ -339,7 +347,7 @@ def nested_in(kind: type[Part]) -> dict[str, type[Method] | str]:
     {}
     """
     try:
-        wanted = get_type_hints(kind)
+        wanted = types_in(kind)
     except NameError:
         # Of a class inside a function, names used in annotations may be out of reach.
         return {}
@@ -393,7 +401,7 @@ def _hashable(value: Any) -> Any:
 def _check_types(kind: type[Part], options: Mapping[str, Any], where: str) -> None:
     """Refuse values that do not match the type annotation of their field."""
     try:
-        wanted = get_type_hints(kind)
+        wanted = types_in(kind)
     except NameError:
         # Of a class inside a function, names used in annotations may be out of reach.
         return

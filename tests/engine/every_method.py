@@ -109,30 +109,47 @@ def fitting(method):
     return federation(), model()
 
 
-def trained_by(method, what, *, chunk, device="cpu", replay=False, rounds=3, team=None):
-    """Train six of ten clients a round, and give the global model and the personal ones, if there
-    are any. ``team`` makes the other processes of the run.
+def trained_by(method, what, *, rounds=3, **how):
+    """Train as :func:`models_after` does, and give the models after the last round only."""
+    (models,) = models_after((rounds,), method, what, **how)
+    return models
+
+
+def models_after(rounds, method, what, *, chunk, device="cpu", replay=False, team=None):
+    """Train six of ten clients a round, and give the models after each of ``rounds``: the global
+    one and the personal ones, if there are any. ``team`` makes the other processes of the run.
     """
     federation, model, lr = SETTINGS[what]
     data, made = federation(), build(**VARIANTS.get(method, {"name": method}))
     settings = (
         Training(
-            rounds=rounds, cohort=6, batch_size=8, epochs=2, optimizer=Sgd(lr=lr, momentum=0.5)
+            rounds=max(rounds), cohort=6, batch_size=8, epochs=2, optimizer=Sgd(lr=lr, momentum=0.5)
         ),
         Machine(device=device, precision="float64", chunk=chunk, replay=replay),
         Evaluation(every=0),
         0,
     )
     work = Work(data, made, made.extend(model(), data.shape, 0), *settings)
+    found = []
     with nullcontext() if team is None else team(work) as others:
         engine = {} if others is None else {"engine": others.engine}
         trainer = Trainer(data, made, work.model, *settings, **engine)
-        trainer.run()
-        models = {f"global {name}": tensor for name, tensor in trainer.global_model.items()}
-        if trainer.engine.remembering:
-            _, own = trainer.personal_models(trainer.federation.seen)
-            models |= {f"own {name}": stack for name, stack in own.items()}
-    return {name: tensor.cpu() for name, tensor in models.items()}
+
+        def note(progress):
+            if progress.round in rounds:
+                found.append(_models_of(trainer))
+
+        trainer.run(on_round=note)
+    return found
+
+
+def _models_of(trainer):
+    """Copy the models of a trainer, which later rounds may change in place."""
+    models = {f"global {name}": tensor for name, tensor in trainer.global_model.items()}
+    if trainer.engine.remembering:
+        _, own = trainer.personal_models(trainer.federation.seen)
+        models |= {f"own {name}": stack for name, stack in own.items()}
+    return {name: tensor.cpu().clone() for name, tensor in models.items()}
 
 
 def skipped(models, what):

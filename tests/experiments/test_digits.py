@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,12 @@ ALL = ROOT / "experiments" / "digits" / "all.yaml"
 DEMO = ROOT / "equipoise" / "demo.yaml"
 
 
+@cache
+def every_method():
+    """Read the study with every method once, because it has many experiments."""
+    return load_study(ALL)
+
+
 def own_methods():
     return {
         name
@@ -30,7 +37,7 @@ def method_of(job):
 
 
 def test_every_method_of_the_library_is_in_the_study():
-    study = load_study(ALL)
+    study = every_method()
     assert {method_of(job) for job in study.jobs} == own_methods()
     assert study.seeds == (0, 1, 2)
     for job in study.jobs:
@@ -40,7 +47,7 @@ def test_every_method_of_the_library_is_in_the_study():
 
 def test_methods_run_with_their_defaults_on_the_models_they_need():
     demo = load_study(DEMO).jobs[0].experiment
-    for job in load_study(ALL).jobs:
+    for job in every_method().jobs:
         if job.method == "fedavg-prompts":
             continue
         method, model = job.experiment.method, job.experiment.model
@@ -55,7 +62,7 @@ def test_methods_run_with_their_defaults_on_the_models_they_need():
 
 
 def test_fedavg_trains_the_model_with_prompts_too():
-    models = {job.method: job.experiment.model for job in load_study(ALL).jobs}
+    models = {job.method: job.experiment.model for job in every_method().jobs}
     assert all(models[name] == models["fedavg-prompts"] for name in ("fedgc", "fedgcr", "fedgr"))
 
 

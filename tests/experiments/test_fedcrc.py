@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,9 @@ BETAS = {"beta0.1": 0.1, "beta0.5": 0.5, "beta1": 1.0}
 BY_CLASS = {"byclass0.1": 0.1}  # each class shared out among the clients
 
 
+@cache
 def study(name):
+    """Read a study once, because it has many experiments."""
     return load_study(HOME / f"{name}.yaml")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,14 @@ TEXT = ["gender", "lambda", "shakespeare"]
 GROUPS = ["gender", "threegroups"]
 
 
-def jobs(name, **options):
-    return load_study(HOME / f"{name}.yaml", **options).jobs
+@cache
+def study(name, *, tune=False):
+    """Read a study once, because it has many experiments."""
+    return load_study(HOME / f"{name}.yaml", tune=tune)
 
 
-def experiments(name, **options):
-    return {job.method: job.experiment for job in jobs(name, **options)}
+def experiments(name):
+    return {job.method: job.experiment for job in study(name).jobs}
 
 
 def test_every_table_and_the_figure_are_there():
@@ -35,13 +38,13 @@ def test_every_table_and_the_figure_are_there():
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_method_of_the_comparison_is_there(name):
-    found = {job.method for job in jobs(name)}
+    found = {job.method for job in study(name).jobs}
     tilted = {"gender": {"term-group"}, "threegroups": {"term", "term-group"}}.get(name, {"term"})
     assert (
         found
         == {"fedavg", "qffl", "afl", "fedmgda", "ditto", "gifair-global", "gifair-per"} | tilted
     )
-    assert {job.seed for job in jobs(name)} == {1, 2, 3}
+    assert {job.seed for job in study(name).jobs} == {1, 2, 3}
 
 
 @pytest.mark.parametrize("name", IMAGES)
@@ -100,12 +103,12 @@ def test_who_is_to_be_treated_alike(name):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_tuning_has_a_seed_of_its_own_and_looks_at_validation_data(name):
-    study = load_study(HOME / f"{name}.yaml", tune=True)
-    assert (study.seeds, study.split) == ((0,), "val")
-    assert study.tuning.by == ("group_gap" if name in GROUPS else "sigma_clients")
-    assert study.methods[0] == "fedavg"
+    tuned = study(name, tune=True)
+    assert (tuned.seeds, tuned.split) == ((0,), "val")
+    assert tuned.tuning.by == ("group_gap" if name in GROUPS else "sigma_clients")
+    assert tuned.methods[0] == "fedavg"
     chosen = experiments(name)
-    for label, variants in study.tried.items():
+    for label, variants in tuned.tried.items():
         written = chosen[label].plain()["method"]
         assert any(
             all(written[key] == value for key, value in values.items())
@@ -115,7 +118,7 @@ def test_tuning_has_a_seed_of_its_own_and_looks_at_validation_data(name):
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_images_are_tuned_over_the_papers_grids(name):
-    tried = load_study(HOME / f"{name}.yaml", tune=True).tried
+    tried = study(name, tune=True).tried
     assert [values["q"] for values in tried["qffl"].values()] == [0, 0.001, 0.01, 0.1, 1, 2, 5, 10]
     assert [values["t"] for values in tried["term"].values()] == [1, 2, 5]
     assert [values["lam"] for values in tried["ditto"].values()] == [0.01, 0.05, 0.1, 0.5, 1, 2, 5]
@@ -176,22 +179,26 @@ FAIR = {
 
 
 def test_images_of_cifar_are_divided_and_judged_as_the_file_says():
-    study = load_study(HOME / "skewed-cifar10.yaml")
-    assert (set(study.methods), study.seeds, study.baseline) == (FAIR, (1, 2, 3, 4, 5), "fedavg")
-    for job in study.jobs:
+    written = study("skewed-cifar10")
+    assert (set(written.methods), written.seeds, written.baseline) == (
+        FAIR,
+        (1, 2, 3, 4, 5),
+        "fedavg",
+    )
+    for job in written.jobs:
         experiment = job.experiment
         partition = experiment.data["partition"]
         assert (partition["clients"], partition["classes"], partition["images"]) == (100, 5, 100)
         assert (experiment.model["name"], experiment.data["seed"]) == ("bncnn", 0)
         assert (experiment.training.rounds, experiment.training.cohort_size(100)) == (150, 10)
         assert (experiment.evaluation.every, experiment.evaluation.last) == (5, 8)
-    tuned = load_study(HOME / "skewed-cifar10.yaml", tune=True)
+    tuned = study("skewed-cifar10", tune=True)
     assert (set(tuned.tried), tuned.seeds, tuned.split) == (FAIR - {"fedavg"}, (0,), "val")
     assert tuned.tuning.by == "sigma_clients"
-    of_mnist = load_study(HOME / "skewed.yaml", tune=True).tried
+    of_mnist = study("skewed", tune=True).tried
     for label in FAIR - {"fedavg", "gifair-exact"}:
         assert list(tuned.tried[label].values()) == list(of_mnist[label].values())
-    chosen = {job.method: job.experiment.plain()["method"] for job in study.jobs}
+    chosen = {job.method: job.experiment.plain()["method"] for job in written.jobs}
     for label, variants in tuned.tried.items():
         assert any(values.items() <= chosen[label].items() for values in variants.values()), label
 

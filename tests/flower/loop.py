@@ -8,7 +8,10 @@ import numpy as np
 import yaml
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    no_object_id_recompute,
+)
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -26,10 +29,12 @@ FIRST_NODE = 7_000_000_000_000_000_001
 
 def through_bytes(message):
     """Serialize a message into the objects that Flower sends, and read it again."""
-    message.metadata.__dict__["_message_id"] = message.object_id
-    contents = {id_: thing.deflate() for id_, thing in get_all_nested_objects(message).items()}
-    size = sum(map(len, contents.values()))
-    arrived = inflate_object_from_contents(message.object_id, contents)
+    # As Flower does when it sends: otherwise every object hashes all that it contains again.
+    with no_object_id_recompute():
+        message.metadata.__dict__["_message_id"] = message.object_id
+        contents = {id_: thing.deflate() for id_, thing in get_all_nested_objects(message).items()}
+        size = sum(map(len, contents.values()))
+        arrived = inflate_object_from_contents(message.object_id, contents)
     arrived.metadata.__dict__["_message_id"] = message.metadata.message_id
     return arrived, size
 
