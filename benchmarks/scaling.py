@@ -62,7 +62,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bfloat16": {"precision": "bfloat16"},
 }
 COHORTS = (10, 30, 100, 300, 1000, 3000, 10_000)
-BATCH, POOL = 10, 2000
+BATCH, POOL, WARM_UP = 10, 2000, 4
 # A round holds the cohort's parameters about this many times over: as sent, as trained, and in sums
 # in float64.
 _COPIES = 5
@@ -143,9 +143,8 @@ def measure(
         return taken
 
     # Rounds are carried out plainly, then step by step, then as a whole when they are recorded.
-    warm_up: list[float] = []
-    while len(warm_up) < 4 and (len(warm_up) < 2 or sum(warm_up) < 2 * seconds):
-        warm_up.append(seconds_of_round())
+    for _ in range(WARM_UP):
+        seconds_of_round()
     timed: list[float] = []
     while len(timed) < 2 or (sum(timed) < seconds and len(timed) < 200):
         timed.append(seconds_of_round())
