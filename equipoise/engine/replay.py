@@ -226,7 +226,8 @@ class Replay:
                 self._drop_all()
                 graph, read = self._recorded(program, inputs)
         except RuntimeError as error:
-            self.failure = " ".join(str(error).split())[:300] or type(error).__name__
+            cause = list(_chain(error))[-1]
+            self.failure = " ".join(str(cause).split())[:300] or type(cause).__name__
             warnings.warn(
                 "steps of this method cannot be replayed on the GPU and run from Python: "
                 f"{self.failure}",
@@ -284,11 +285,19 @@ def _only_recording() -> Iterator[None]:
             gc.enable()
 
 
-def _out_of_memory(error: BaseException | None) -> bool:
-    """Return whether memory has run out, perhaps in a capture that could not be ended then."""
-    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Iterate over an error and the errors before it.
+
+    An error in a capture is followed by another one, which says only that the capture cannot end.
+    """
+    while error is not None:
+        yield error
         error = error.__context__
-    return error is not None
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Return whether memory has run out, perhaps in a capture that could not be ended then."""
+    return any(isinstance(each, torch.OutOfMemoryError) for each in _chain(error))
 
 
 def _copied(inputs: Any) -> Any:

@@ -162,6 +162,17 @@ def test_memory_that_runs_out_is_freed_before_a_program_is_given_up():
     assert (recorder.recorded, add.total[0].item()) == (2, 7.0)
 
 
+def test_the_first_error_of_a_capture_is_reported():
+    recorder = Rerun()
+    add = Adding(Replay(recorder))
+    add(1, "a")
+    ended = RuntimeError("operation failed due to a previous error during capture")
+    ended.__context__ = RuntimeError("this operation waits for the host")
+    recorder.fails = [ended]
+    with pytest.warns(UserWarning, match="run from Python: this operation waits for the host"):
+        add(1, "a")
+
+
 def test_graphs_of_an_owner_are_forgotten():
     recorder = Rerun()
     add = Adding(Replay(recorder))
