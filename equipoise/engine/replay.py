@@ -218,13 +218,7 @@ class Replay:
         if self._recorder.bytes > max(self._recorder.most_bytes, 2 * self._largest):
             self._drop_all()
         try:
-            try:
-                graph, read = self._recorded(program, inputs)
-            except RuntimeError as error:
-                if not _out_of_memory(error):
-                    raise
-                self._drop_all()
-                graph, read = self._recorded(program, inputs)
+            graph, read = self._recorded_with_room(program, inputs)
         except RuntimeError as error:
             cause = list(_chain(error))[-1]
             self.failure = " ".join(str(cause).split())[:300] or type(cause).__name__
@@ -238,6 +232,18 @@ class Replay:
         self._graphs[key] = graph, read
         self._used[key] = self._calls
         graph.replay()
+
+    def _recorded_with_room(
+        self, program: Callable[[Inputs], None], inputs: Inputs
+    ) -> tuple[Graph, list[Any]]:
+        """Record a program. If memory runs out, drop all graphs and try once more."""
+        try:
+            return self._recorded(program, inputs)
+        except RuntimeError as error:
+            if not _out_of_memory(error):
+                raise
+        self._drop_all()
+        return self._recorded(program, inputs)
 
     def _recorded(
         self, program: Callable[[Inputs], None], inputs: Inputs
