@@ -10,9 +10,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from equipoise import stacks
-from equipoise.engine.local import PhaseRun, Workshop
+from equipoise.engine.phase_run import PhaseRun
 from equipoise.engine.replay import Replay
 from equipoise.engine.settings import Machine, Training
+from equipoise.engine.workshop import Workshop
 from equipoise.methods import build
 from equipoise.models.base import Model
 from equipoise.random import seeded

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from equipoise.engine.chunk import Chunk
 from equipoise.engine.cohort_checks import (
     check_rows,
     evaluations_for,
@@ -25,7 +26,7 @@ from equipoise.engine.contract import LOST
 from equipoise.engine.evaluation import Measured, evaluate_shared
 from equipoise.engine.facts import compute_fact, facts_before
 from equipoise.engine.layout import KEPT, Layout
-from equipoise.engine.local import Chunk, finish_chunk
+from equipoise.engine.local import finish_chunk
 from equipoise.engine.memory import Memory, MemoryStore
 from equipoise.engine.planning import Planner
 from equipoise.engine.questions import asked_of, part_of, sums_over_samples

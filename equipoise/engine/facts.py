@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import vmap
 
-from equipoise.engine.local import Chunk
+from equipoise.engine.chunk import Chunk
 from equipoise.engine.memory import Memory
 from equipoise.engine.questions import asked_of, part_of, sums_over_samples
 from equipoise.errors import InputError

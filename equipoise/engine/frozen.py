@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,13 +11,11 @@ from torch.func import vmap
 
 from equipoise.client import Precomputed
 from equipoise.engine.batches import Batches
+from equipoise.engine.chunk import Chunk
 from equipoise.engine.chunking import samples_a_pass
 from equipoise.engine.data import DeviceData, at
 from equipoise.engine.stack import first_rows, passes, tree_first_rows
 from equipoise.tree import PERSONAL, Tree, in_parts
-
-if TYPE_CHECKING:
-    from equipoise.engine.local import Chunk
 
 # Maximum size of z in bytes. This is enough for CIFAR-10 with 4096 features, and little memory on
 # any machine that trains such a model. It is a constant, so that a run takes the same path on every

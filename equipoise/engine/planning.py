@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equipoise.engine.batches import Batches, draw_batches
+from equipoise.engine.chunk import Pace
 from equipoise.engine.chunking import even_chunks
-from equipoise.engine.local import Pace
 from equipoise.engine.work import batches_a_step, chunks, steps_of
 from equipoise.method import LocalRule, Phase
 from equipoise.optimizers import Column, TorchOptimizer

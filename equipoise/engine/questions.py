@@ -14,9 +14,9 @@ from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from equipoise.client import Client
+from equipoise.engine.chunk import Chunk
 from equipoise.engine.chunking import samples_a_pass
 from equipoise.engine.data import DeviceData
-from equipoise.engine.local import Chunk
 from equipoise.engine.memory import Memory
 from equipoise.engine.network import Network
 from equipoise.engine.stack import first_rows, in_plain_words, passes, tree_first_rows

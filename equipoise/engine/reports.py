@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from equipoise.engine.chunk import Chunk, Pace
 from equipoise.engine.evaluation import Measured, evaluate_stacked
-from equipoise.engine.local import Chunk, Pace
 from equipoise.federation import Split
 from equipoise.method import Reports
 from equipoise.optimizers import gradient_weights

@@ -19,13 +19,13 @@ from equipoise.engine.delivered import Delivered
 from equipoise.engine.encoding import open_data
 from equipoise.engine.evaluation import Measured, evaluate_shared, evaluate_stacked
 from equipoise.engine.layout import KEPT, Layout
-from equipoise.engine.local import Workshop
 from equipoise.engine.memory import Memory, MemoryStore, checked_memory
 from equipoise.engine.network import Network
 from equipoise.engine.replay import Replay
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.stack import repeated
 from equipoise.engine.tape import Tapes, pays_for
+from equipoise.engine.workshop import Workshop
 from equipoise.errors import InputError
 from equipoise.federation import Federation, Split
 from equipoise.losses import check_loss

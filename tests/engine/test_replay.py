@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from equipoise.cli import show
-from equipoise.engine import local, replay
-from equipoise.engine.local import Shape, Span, Workshop
+from equipoise.engine import blocks, replay, workshop
+from equipoise.engine.phase_run import Shape, Span
 from equipoise.engine.replay import Replay
 from equipoise.engine.settings import Machine, Training
+from equipoise.engine.workshop import Workshop
 from equipoise.host_copy import HostCopy
 from equipoise.methods import build
 from equipoise.models.base import Model
@@ -221,7 +222,7 @@ def test_graphs_that_lose_their_owner_during_a_recording_wait_for_its_end():
     assert gc.isenabled()
 
 
-def spans_of(*spans):
+def listed_spans(*spans):
     return [
         Span(turn, first, count, Shape(active, 8, masked, None))
         for turn, first, count, active, masked in spans
@@ -229,7 +230,7 @@ def spans_of(*spans):
 
 
 def test_blocks_end_where_clients_finish_and_where_a_recording_is_full(monkeypatch):
-    monkeypatch.setattr(local, "STEPS_A_GRAPH", 4)
+    monkeypatch.setattr(blocks, "STEPS_A_GRAPH", 4)
 
     class Fixed:
         """A phase whose clients and masks are listed step by step."""
@@ -242,15 +243,15 @@ def test_blocks_end_where_clients_finish_and_where_a_recording_is_full(monkeypat
 
     full, last, fewer = (5, False), (5, True), (3, False)
     run = Fixed(full, full, full, full, full, full, last, fewer, fewer)
-    spans = list(local._spans([run], [(step, 0) for step in range(9)]))
-    assert spans == spans_of(
+    spans = list(blocks.spans_of([run], [(step, 0) for step in range(9)]))
+    assert spans == listed_spans(
         (0, 0, 4, 5, False), (0, 4, 2, 5, False), (0, 6, 1, 5, True), (0, 7, 2, 3, False)
     )
-    assert [len(block) for block in local._blocks(spans)] == [1, 2, 1]
+    assert [len(block) for block in blocks.blocks_of(spans)] == [1, 2, 1]
     # Two phases in turns, of which the second ends earlier for some.
     runs = [Fixed(full, full), Fixed(full, fewer)]
-    spans = list(local._spans(runs, [(0, 0), (0, 1), (1, 0), (1, 1)]))
-    assert [len(block) for block in local._blocks(spans)] == [3, 1]
+    spans = list(blocks.spans_of(runs, [(0, 0), (0, 1), (1, 0), (1, 1)]))
+    assert [len(block) for block in blocks.blocks_of(spans)] == [3, 1]
 
 
 def trained(method, what, recorder=None, *, shapes=None, rounds=4):
@@ -323,7 +324,7 @@ def test_a_round_of_equal_clients_is_one_replay():
 
 
 def test_shapes_of_chunks_that_are_not_used_are_dropped(monkeypatch):
-    monkeypatch.setattr(local, "MOST_SHAPES", 2)
+    monkeypatch.setattr(workshop, "MOST_SHAPES", 2)
     recorder = Rerun()
     engine = equal_clients(4, recorder).engine
     assert recorder.recorded > 0

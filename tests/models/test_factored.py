@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from equipoise import optimizers
-from equipoise.engine.local import Workshop
 from equipoise.engine.replay import Replay
 from equipoise.engine.settings import Machine, Training
+from equipoise.engine.workshop import Workshop
 from equipoise.methods import build
 from equipoise.models.base import Model
 from equipoise.optimizers import Sgd
