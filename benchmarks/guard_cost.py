@@ -3,8 +3,9 @@
 Ten clients hold the digits and train an MLP for one epoch of eight steps, which is little work for
 so many parameters. What is measured is everything the round does because of the guard, including
 what it adds to the aggregation, which leaves out the clients that were dropped. The aggregations
-``median`` and ``trimmedmean`` are compared with ``fedavg``. Seconds are those of one core, and the
-shortest of all rounds, so that neighbours on the machine do not count.
+``median`` and ``trimmedmean`` are compared with ``fedavg``. In the case ``norm, one scaled`` one
+client sends three times its update, which the guard scales and keeps. Seconds are those of one
+core, and the shortest of all rounds, so that neighbours on the machine do not count.
 
     python -m benchmarks.guard_cost
 """
@@ -23,21 +24,25 @@ import torch
 
 from equipoise.data import load
 from equipoise.engine.settings import Machine, Training
+from equipoise.engine.stacked import StackedEngine
 from equipoise.methods import build
 from equipoise.models import build as build_model
 from equipoise.optimizers import Sgd
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.round_steps import RoundSteps
 from equipoise.run.trainer import Trainer
+from tests.attacks import longer, lying
 
 METHODS: dict[str, dict[str, Any]] = {
     "norm": {"name": "fedavg", "guard": "norm"},
+    "norm, one scaled": {"name": "fedavg", "guard": "norm"},
     "krum": {"name": "fedavg", "guard": "krum"},
     "multikrum": {"name": "fedavg", "guard": "multikrum"},
     "median": {"name": "median"},
     "trimmedmean": {"name": "trimmedmean"},
 }
-
+# Engines in which clients do not send what they have trained.
+ENGINES: dict[str, type[StackedEngine]] = {"norm, one scaled": lying(longer)}
 
 Seconds = dict[str, list[float]]
 
@@ -77,10 +82,14 @@ class _Timed(Trainer):
         return _timed(self.seconds["round"], super()._round)
 
 
-def seconds_of(
-    method: dict[str, Any], hidden: list[int], epochs: int, rounds: int
-) -> dict[str, float]:
-    """Return the fewest seconds of the guard, of the aggregation and of a round."""
+def trained(
+    method: dict[str, Any],
+    hidden: list[int],
+    epochs: int,
+    rounds: int,
+    engine: type[StackedEngine] = StackedEngine,
+) -> _Timed:
+    """Train for some rounds, and return the trainer with their seconds."""
     federation = load("digits", partition={"name": "iid", "clients": 10})
     trainer = _Timed(
         federation,
@@ -90,17 +99,24 @@ def seconds_of(
         Machine(device="cpu"),
         Evaluation(every=0),
         seed=0,
+        engine=engine,
     )
     trainer.run()
-    return {what: min(taken, default=0.0) for what, taken in trainer.seconds.items()}
+    return trainer
+
+
+def _fewest(seconds: Seconds) -> dict[str, float]:
+    """Return the seconds of the shortest guard, aggregation and round."""
+    return {what: min(taken, default=0.0) for what, taken in seconds.items()}
 
 
 def measure(hidden: list[int], epochs: int, rounds: int) -> dict[str, Any]:
     """Return the seconds of a round of federated averaging, and what each method adds to it."""
-    plain = seconds_of({"name": "fedavg"}, hidden, epochs, rounds)
+    plain = _fewest(trained({"name": "fedavg"}, hidden, epochs, rounds).seconds)
     more = {}
     for name, method in METHODS.items():
-        taken = seconds_of(method, hidden, epochs, rounds)
+        engine = ENGINES.get(name, StackedEngine)
+        taken = _fewest(trained(method, hidden, epochs, rounds, engine).seconds)
         more[name] = taken["combine"] - plain["combine"]
         if taken["guard"]:
             # A guard that drops clients leaves less to combine; that is not counted in its favour.

@@ -5,9 +5,9 @@ Import these from :mod:`equipoise.method`, the interface of methods.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -45,6 +45,17 @@ class Updates:
     uploads: dict[str, Tree]
     reports: Reports
 
+    @property
+    def param_names(self) -> list[str]:
+        """The names of the parameters. Unlike ``params``, it never makes a copy of rows.
+
+        Examples
+        --------
+        >>> Updates({"w": torch.zeros(3), "b": torch.zeros(3)}, {}, {}, {}).param_names
+        ['w', 'b']
+        """
+        return list(self.params)
+
     def of(self, which: NDArray[np.bool_]) -> Updates:
         """Return the updates of some of the clients.
 
@@ -55,61 +66,131 @@ class Updates:
         >>> Updates({"w": torch.arange(3)}, {}, {}, {}).of(np.array([True, False, True])).params
         {'w': tensor([0, 2])}
         """
-        return _Chosen.among(self, which)
+        return _Assembled.from_rows(self, len(which), taken=torch.from_numpy(np.flatnonzero(which)))
 
-    def mixed(self, weights: Tensor) -> Tree:
-        """Return the weighted sum of the clients' parameters and buffers; see :func:`mix`."""
-        return mix_tree({**self.params, **self.buffers}, weights)
+    def with_rows(self, which: NDArray[np.bool_], rows: Updates) -> Updates:
+        """Return updates of the same clients, some of whose rows are replaced.
+
+        Rows are put together when they are read for the first time. On a CPU :func:`mix` does
+        without this copy.
+
+        Parameters
+        ----------
+        which : bool array
+            The clients whose rows are replaced.
+        rows : Updates
+            Their new rows. Tensors that it does not hold are not changed. It has a tree, perhaps
+            an empty one, for every tree of uploads.
+
+        Examples
+        --------
+        >>> two = Updates({"w": torch.tensor([1.0, 9.0])}, {}, {}, {})
+        >>> two.with_rows(np.array([False, True]), Updates({"w": torch.ones(1)}, {}, {}, {})).params
+        {'w': tensor([1., 1.])}
+        """
+        changed = torch.from_numpy(np.flatnonzero(which)), rows
+        return _Assembled.from_rows(self, len(which), changed=changed)
+
+    def mixed(self, weights: Tensor, upload: str | None = None) -> Tree:
+        """Return a weighted sum over the clients; see :func:`mix`."""
+        return mix_tree(self._mixable(upload), weights)
+
+    def _mixable(self, upload: str | None) -> Tree:
+        """Return the parameters and buffers together, or a tree of uploads."""
+        return {**self.params, **self.buffers} if upload is None else self.uploads[upload]
 
 
-class _Chosen(Updates):
-    """The updates of some clients, whose rows are copied when they are read for the first time.
+class _Assembled(Updates):
+    """Rows of other updates, which are put together when they are read for the first time.
 
     New memory for many rows costs more time than all that most aggregations do with them, because
     of its page faults. If fields are given, as ``dataclasses.replace`` does, they are used instead.
+
+    Attributes
+    ----------
+    _all : Updates
+        The updates that have the rows.
+    _clients : int
+        How many clients they have.
+    _changed : tuple of Tensor and Updates, optional
+        Positions of clients among them, ascending, and the rows that replace theirs.
+    _taken : Tensor, optional
+        Positions of the clients that these updates have, ascending. By default all of them.
     """
 
     _all: Updates
     _clients: int
-    _positions: Tensor
+    _changed: tuple[Tensor, Updates] | None
+    _taken: Tensor | None
 
     @classmethod
-    def among(cls, updates: Updates, which: NDArray[np.bool_]) -> _Chosen:
-        """Return the updates of some clients; see :meth:`Updates.of`."""
-        chosen = cls.__new__(cls)
-        positions = torch.from_numpy(np.flatnonzero(which))
-        vars(chosen).update(_all=updates, _clients=len(which), _positions=positions)
-        return chosen
+    def from_rows(
+        cls,
+        updates: Updates,
+        clients: int,
+        changed: tuple[Tensor, Updates] | None = None,
+        taken: Tensor | None = None,
+    ) -> _Assembled:
+        """Return updates that consist of rows of others; see the attributes."""
+        made = cls.__new__(cls)
+        vars(made).update(_all=updates, _clients=clients, _changed=changed, _taken=taken)
+        return made
 
     @cached_property
     def params(self) -> Tree:
-        return self._copied(self._all.params)
+        return self._together(lambda updates: updates.params)
 
     @cached_property
     def buffers(self) -> Tree:
-        return self._copied(self._all.buffers)
+        return self._together(lambda updates: updates.buffers)
 
     @cached_property
     def uploads(self) -> dict[str, Tree]:
-        return {name: self._copied(tree) for name, tree in self._all.uploads.items()}
+        return {
+            name: self._together(partial(Updates._mixable, upload=name))
+            for name in self._all.uploads
+        }
 
     @cached_property
     def reports(self) -> Reports:
-        return self._copied(self._all.reports)
+        return self._together(lambda updates: updates.reports)
 
-    def mixed(self, weights: Tensor) -> Tree:
-        """Sum without a copy, unless there is one already. Other clients have weight 0."""
-        copied = not {"params", "buffers"}.isdisjoint(vars(self))
-        if copied or len(weights) != len(self._positions):
-            return super().mixed(weights)
-        of_all = weights.new_zeros(self._clients)
-        return self._all.mixed(of_all.index_copy(0, self._positions.to(weights.device), weights))
+    @property
+    def param_names(self) -> list[str]:
+        return super().param_names if "params" in vars(self) else self._all.param_names
 
-    def _copied(self, tree: Mapping[str, Tensor]) -> Tree:
-        return {
-            name: stack.index_select(0, self._positions.to(stack.device))
-            for name, stack in tree.items()
-        }
+    def mixed(self, weights: Tensor, upload: str | None = None) -> Tree:
+        """Sum without a copy, unless there is one already. Clients not taken have weight 0."""
+        fields = {"params", "buffers"} if upload is None else {"uploads"}
+        already_read = not fields.isdisjoint(vars(self))
+        if already_read or (self._taken is not None and len(weights) != len(self._taken)):
+            return super().mixed(weights, upload)
+        if self._taken is not None:
+            taken, of_all = self._taken.to(weights.device), weights.new_zeros(self._clients)
+            weights = of_all.index_copy(0, taken, weights)
+        if self._changed is None:
+            return self._all.mixed(weights, upload)
+        places, rows = self._changed
+        return mix_tree(self._all._mixable(upload), weights, (places, rows._mixable(upload)))
+
+    def _together(self, tree_of: Callable[[Updates], Tree]) -> Tree:
+        """Put one tree together. Tensors whose rows are all the same as before are not copied."""
+        made = tree_of(self._all)
+        if self._changed is not None:
+            places, rows = self._changed
+            changed = tree_of(rows)
+            made = {
+                name: stack.index_copy(0, places.to(stack.device), changed[name])
+                if name in changed
+                else stack
+                for name, stack in made.items()
+            }
+        if self._taken is not None:
+            made = {
+                name: stack.index_select(0, self._taken.to(stack.device))
+                for name, stack in made.items()
+            }
+        return made
 
 
 class Cohort(Protocol):
@@ -236,8 +317,8 @@ class State:
         return replace(self, notes={**self.notes, **notes})
 
 
-def mix(updates: Updates, weights: Tensor) -> Tree:
-    """Return the weighted sum of the clients' parameters and buffers.
+def mix(updates: Updates, weights: Tensor, upload: str | None = None) -> Tree:
+    """Return the weighted sum of the clients' parameters and buffers, or of a tree of uploads.
 
     Sums are in float64 and in the order of the clients.
 
@@ -247,6 +328,8 @@ def mix(updates: Updates, weights: Tensor) -> Tree:
         What the cohort sent.
     weights : Tensor
         One weight per client, ``[K]``, normally summing to one.
+    upload : str, optional
+        The name of the tree of uploads.
 
     Returns
     -------
@@ -255,22 +338,35 @@ def mix(updates: Updates, weights: Tensor) -> Tree:
 
     Examples
     --------
-    >>> two = Updates({"w": torch.tensor([[1.0], [3.0]])}, {}, {}, {})
+    >>> two = Updates({"w": torch.tensor([[1.0], [3.0]])}, {}, {"c": {"v": torch.ones(2)}}, {})
     >>> mix(two, torch.tensor([0.5, 0.5]))
     {'w': tensor([2.])}
+    >>> mix(two, torch.tensor([0.5, 0.5]), upload="c")
+    {'v': tensor(1.)}
     """
-    return updates.mixed(weights)
+    return updates.mixed(weights, upload)
 
 
-def mix_tree(stacked: Tree, weights: Tensor) -> Tree:
+def mix_tree(stacked: Tree, weights: Tensor, changed: tuple[Tensor, Tree] | None = None) -> Tree:
     """Return the weighted sum over clients of one stacked tree; see :func:`mix`.
+
+    Parameters
+    ----------
+    stacked : Tree
+        ``[K, ...]`` each.
+    weights : Tensor
+        ``[K]``.
+    changed : tuple of Tensor and Tree, optional
+        Positions of clients, ascending, and the rows that count instead of theirs. Tensors that it
+        does not hold are not changed.
 
     Examples
     --------
     >>> mix_tree({"w": torch.tensor([[1.0], [3.0]])}, torch.tensor([0.25, 0.75]))
     {'w': tensor([2.5000])}
     """
-    sums = weighted_sums(list(stacked.values()), weights)
+    rows = None if changed is None else (changed[0], [changed[1].get(name) for name in stacked])
+    sums = weighted_sums(list(stacked.values()), weights, rows)
     return dict(zip(stacked, sums, strict=True))
 
 

@@ -6,7 +6,7 @@ and where Triton does not work, PyTorch's operations are called for one tensor a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -27,7 +27,11 @@ def kernels_for(device: torch.device) -> Any:
     return import_module("equipoise.models.layers")._module_with_triton("stack_kernels", device)
 
 
-def weighted_sums(stacks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
+def weighted_sums(
+    stacks: Sequence[Tensor],
+    weights: Tensor,
+    changed: tuple[Tensor, Sequence[Tensor | None]] | None = None,
+) -> list[Tensor]:
     """Return the weighted sum over clients of each stacked tensor.
 
     Sums are in float64 and in the order of the clients. Clients with weight 0 are left out: 0 · inf
@@ -39,6 +43,10 @@ def weighted_sums(stacks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
         ``[K, ...]`` each.
     weights : Tensor
         ``[K]``.
+    changed : tuple of Tensor and sequence of Tensor, optional
+        Positions of clients, ascending, and for each tensor a stack of the rows that count instead
+        of theirs, or None if they do not change. Sums have the bits of those over stacks with these
+        rows.
 
     Returns
     -------
@@ -47,8 +55,11 @@ def weighted_sums(stacks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
 
     Examples
     --------
-    >>> weighted_sums([torch.tensor([[1.0], [3.0], [torch.inf]])], torch.tensor([0.25, 0.75, 0.0]))
+    >>> stack = torch.tensor([[1.0], [3.0], [torch.inf]])
+    >>> weighted_sums([stack], torch.tensor([0.25, 0.75, 0.0]))
     [tensor([2.5000])]
+    >>> weighted_sums([stack], torch.full((3,), 0.5), (torch.tensor([2]), [torch.zeros(1, 1)]))
+    [tensor([2.])]
     """
     for stack in stacks:
         if len(stack) != len(weights):
@@ -56,23 +67,46 @@ def weighted_sums(stacks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
                 f"there are {len(weights)} weights for a stack of {len(stack)} clients"
             )
     if stacks and (kernels := _serving(stacks, _ADDED)) is not None:
+        if changed is not None:
+            # New memory costs little on a GPU, and its kernel reads a tensor's rows from one stack.
+            replaced = changed[0].to(stacks[0].device)
+            stacks = [
+                stack if rows is None else stack.index_copy(0, replaced, rows)
+                for stack, rows in zip(stacks, changed[1], strict=True)
+            ]
         totals = kernels.weighted_sums([_in_rows(stack) for stack in stacks], weights)
         return [total.view(stack.shape[1:]) for total, stack in zip(totals, stacks, strict=True)]
     counted = weights.nonzero().flatten()
     everyone = len(counted) == len(weights)
+    if changed is not None:
+        replaced = changed[0].to(weights.device)
+        used = weights[replaced].nonzero().flatten()
+        places = torch.searchsorted(counted, replaced[used])
     weights = weights[counted]
     sums = []
-    for stack in stacks:
+    for number, stack in enumerate(stacks):
         weights, counted = weights.to(stack.device, torch.float64), counted.to(stack.device)
         # Rows are chosen piece by piece. In new memory for whole rows, page faults would take
         # longer than the sum itself.
-        parts = [
-            torch.mv((piece if everyone else piece.index_select(0, counted)).double().T, weights)
+        blocks: Iterable[Tensor] = (
+            piece if everyone else piece.index_select(0, counted)
             for piece in pieces(flat_rows(stack), len(counted))
-        ]
+        )
+        if changed is not None and (rows := changed[1][number]) is not None:
+            blocks = _with_rows(blocks, pieces(flat_rows(rows), len(counted)), used, places)
+        parts = [torch.mv(block.double().T, weights) for block in blocks]
         total = parts[0] if len(parts) == 1 else torch.cat(parts)
         sums.append(total.view(stack.shape[1:]).to(stack.dtype))
     return sums
+
+
+def _with_rows(
+    blocks: Iterable[Tensor], others: Iterable[Tensor], used: Tensor, places: Tensor
+) -> Iterator[Tensor]:
+    """Go through blocks of columns, in which rows ``used`` of others are put at ``places``."""
+    for block, rows in zip(blocks, others, strict=True):
+        taken = rows if len(used) == len(rows) else rows.index_select(0, used.to(rows.device))
+        yield block.index_copy(0, places.to(block.device), taken)
 
 
 def chosen_rows(stacks: Sequence[Tensor], rows: Tensor) -> list[Tensor]:

@@ -27,6 +27,11 @@ ATTACKS = {
 }
 
 
+def longer(own, received):
+    """Three times the update: the guard ``norm`` scales it and keeps the client."""
+    return received + 3 * (own - received)
+
+
 def lying(attack, liar=LIAR, uploads_only=False):
     """Return an engine in which one client applies an attack to its update and its uploads."""
 

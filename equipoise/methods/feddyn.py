@@ -83,7 +83,7 @@ class FedDyn(LocalRule, Aggregation):
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Update h, and correct the mean with it."""
         averaged = mix(updates, cohort.prior)
-        mean = {name: averaged[name] for name in updates.params}
+        mean = {name: averaged[name] for name in updates.param_names}
         share = len(cohort.ids) / float(state.server["clients"]["count"])
         h = {
             n: state.server["h"][n] - self.alpha * share * (w - state.model[n])

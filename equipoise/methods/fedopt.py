@@ -21,7 +21,7 @@ from equipoise.tree import Tree, tree_map
 
 def pseudo_gradient(state: State, updates: Updates, averaged: Tree) -> Tree:
     """Return Δ = w − w̄ of the shared parameters."""
-    return {name: state.model[name] - averaged[name] for name in updates.params}
+    return {name: state.model[name] - averaged[name] for name in updates.param_names}
 
 
 @register("fedavgm", paper="Hsu et al., 2019", sees=Sees.SUMS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,22 +55,39 @@ class NormBound(Guard):
             real(self.drop, "norm.drop", least=1.0)
 
     def screen(self, received: Tree, updates: Updates, cohort: Cohort) -> Screened:
-        """Scale long updates, and note the norms of parameters and which clients were scaled."""
-        clients = len(cohort.ids)
-        lengths = _lengths(received, updates.params, clients)
+        """Scale long updates, and note the norms of parameters and which clients were scaled.
+
+        Only the rows of clients that are scaled are computed. New memory for the rows of all
+        clients would cost more time than their norms.
+        """
+        lengths = _lengths(received, updates.params, len(cohort.ids))
         dropped = self._far(lengths)
-        params, scaled = self._bounded(updates.params, received, lengths, dropped, self.bound)
-        lengths_of_buffers = _lengths(received, updates.buffers, clients)
-        buffers, more = self._bounded(updates.buffers, received, lengths_of_buffers, dropped)
-        scaled = scaled | more
-        uploads = {}
-        for name, tree in updates.uploads.items():
-            uploads[name], more = self._bounded(tree, {}, _lengths({}, tree, clients), dropped)
-            scaled = scaled | more
+        of_params = self._factors(lengths, dropped, self.bound)
+
+        def factors(stacked: Tree, origin: Tree) -> Tensor:
+            """Return those of buffers or uploads. What nobody sends has no norms."""
+            if not stacked:
+                return torch.ones_like(lengths)
+            return self._factors(norms_from(origin, stacked), dropped)
+
+        of_buffers = factors(updates.buffers, received)
+        of_uploads = {name: factors(tree, {}) for name, tree in updates.uploads.items()}
+        scaled = (torch.stack([of_params, of_buffers, *of_uploads.values()]) < 1).any(0)
         ids = torch.from_numpy(cohort.ids)
-        bounded = replace(updates, params=params, buffers=buffers, uploads=uploads)
         notes = {"norms": lengths[~dropped], "scaled": ids[scaled].tolist()}
-        return Screened(bounded, tuple(ids[dropped].tolist()), notes)
+        if bool(scaled.any()):
+            positions = scaled.nonzero().flatten()
+            rows = Updates(
+                _bounded(updates.params, received, of_params, positions),
+                _bounded(updates.buffers, received, of_buffers, positions),
+                {
+                    name: _bounded(tree, {}, of_uploads[name], positions)
+                    for name, tree in updates.uploads.items()
+                },
+                {},
+            )
+            updates = updates.with_rows(scaled.numpy(), rows)
+        return Screened(updates, tuple(ids[dropped].tolist()), notes)
 
     def _far(self, lengths: Tensor) -> Tensor:
         """Return which clients are dropped. If half of them did not move, the others are not."""
@@ -79,29 +96,17 @@ class NormBound(Guard):
             return torch.zeros_like(lengths, dtype=torch.bool)
         return lengths > self.drop * median
 
-    def _bounded(
-        self,
-        stacked: Tree,
-        origin: Tree,
-        lengths: Tensor,
-        dropped: Tensor,
-        bound: float | None = None,
-    ) -> tuple[Tree, Tensor]:
-        """Return tensors within their bound, and which clients were scaled.
+    def _factors(self, lengths: Tensor, dropped: Tensor, bound: float | None = None) -> Tensor:
+        """Return by how much clients are scaled. One means that a client is not.
 
-        Clients that are dropped are not scaled: nobody uses their updates, and the copy costs more
-        time than the norms.
+        Clients that are dropped are not scaled, because nobody uses their updates.
         """
         limit = (
             self.multiple * lengths.median()
             if bound is None
             else torch.tensor(bound, dtype=torch.float64)
         )
-        long = (lengths > limit) & ~dropped
-        if not bool(long.any()):
-            return stacked, long
-        factors = torch.where(long, limit / lengths, 1.0)
-        return {n: _shortened(stack, origin.get(n), factors) for n, stack in stacked.items()}, long
+        return torch.where((lengths > limit) & ~dropped, limit / lengths, 1.0)
 
 
 def _lengths(origin: Tree, stacked: Tree, clients: int) -> Tensor:
@@ -160,11 +165,25 @@ def _where_finite(tensor: Tensor) -> Tensor | None:
     return None if bool(finite.all()) else finite
 
 
-def _shortened(stack: Tensor, origin: Tensor | None, factors: Tensor) -> Tensor:
+def _bounded(stacked: Tree, origin: Tree, factors: Tensor, positions: Tensor) -> Tree:
+    """Return the rows of some clients within their bound, or nothing if all of them are."""
+    factors = factors[positions]
+    if not bool((factors < 1).any()):
+        return {}
+    rows = {
+        name: stack.index_select(0, positions.to(stack.device)) for name, stack in stacked.items()
+    }
+    return {name: _shortened(own, origin.get(name), factors) for name, own in rows.items()}
+
+
+def _shortened(rows: Tensor, origin: Tensor | None, factors: Tensor) -> Tensor:
     """Scale the differences of clients. A factor of one changes nothing, bit for bit."""
-    factor = factors.to(stack.device, stack.dtype).view(-1, *[1] * (stack.dim() - 1))
+    factor = factors.to(rows.device, rows.dtype).view(-1, *[1] * (rows.dim() - 1))
     if origin is None:
-        return stack * factor
-    moved = torch.lerp(origin, stack, factor)
-    finite = _where_finite(origin)
-    return moved if finite is None else torch.where(finite, moved, stack)
+        return rows * factor
+    moved, finite = torch.lerp(origin, rows, factor), _where_finite(origin)
+    if finite is None and bool((factors < 1).all()):
+        return moved
+    # Interpolation with a weight of one may change the sign of a zero.
+    moves = factor < 1
+    return torch.where(moves if finite is None else moves & finite, moved, rows)

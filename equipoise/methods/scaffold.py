@@ -10,17 +10,7 @@ from torch import Tensor
 
 from equipoise.checks import real
 from equipoise.client import Client, Finished
-from equipoise.method import (
-    Aggregation,
-    Cohort,
-    LocalRule,
-    Phase,
-    Sees,
-    State,
-    Updates,
-    mix,
-    mix_tree,
-)
+from equipoise.method import Aggregation, Cohort, LocalRule, Phase, Sees, State, Updates, mix
 from equipoise.methods import register
 from equipoise.tree import Tree, inner_product, tree_map
 
@@ -96,11 +86,13 @@ class Scaffold(LocalRule, Aggregation):
         averaged = mix(updates, cohort.prior)
         moved = {
             name: state.model[name] + self.lr * (averaged[name] - state.model[name])
-            for name in updates.params
+            for name in updates.param_names
         }
         share = len(cohort.ids) / float(state.server["clients"]["count"])
-        change = mix_tree(
-            updates.uploads["control_change"], torch.full_like(cohort.prior, 1 / len(cohort.ids))
+        change = mix(
+            updates,
+            torch.full_like(cohort.prior, 1 / len(cohort.ids)),
+            upload="control_change",
         )
         control = tree_map(lambda c, d: c + share * d, state.server["control"], change)
         return state.with_global({**averaged, **moved}).with_server(control=control)

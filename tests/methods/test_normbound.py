@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from equipoise.errors import InputError
-from equipoise.method import Updates
+from equipoise.method import Updates, mix
 from equipoise.methods import build
 from equipoise.methods.normbound import NormBound
+from tests.allocations import Largest
 
 COHORT = SimpleNamespace(ids=np.array([2, 5, 7, 9]))
 
@@ -122,6 +123,62 @@ def test_updates_of_dropped_clients_are_not_scaled():
     assert screened.updates.params is updates.params
     assert screened.updates.buffers is updates.buffers
     assert screened.updates.uploads["c"] is updates.uploads["c"]
+
+
+@pytest.mark.parametrize("drop", [None, 5.0])
+@pytest.mark.parametrize("bound", [None, 4.0])
+def test_sums_are_those_over_rows_that_are_read(bound, drop):
+    """Also if other clients are dropped in the same round."""
+    received, updates = random_updates()
+    guard = NormBound(bound=bound, multiple=1.5, drop=drop)
+    screened = guard.screen(received, updates, COHORT)
+    assert screened.notes["scaled"] == ([7, 9] if drop is None else [7])
+    assert screened.dropped == (() if drop is None else (9,))
+    kept = ~np.isin(COHORT.ids, screened.dropped)
+    # Rows that are read are those of the tests above.
+    read = guard.screen(received, updates, COHORT).updates
+    wanted = Updates(read.params, read.buffers, read.uploads, {}).of(kept)
+    weights = torch.linspace(0.1, 0.4, int(kept.sum()), dtype=torch.float64)
+    for upload in (None, "c"):
+        for name, tensor in mix(wanted, weights, upload).items():
+            assert torch.equal(mix(screened.updates.of(kept), weights, upload)[name], tensor)
+
+
+def test_only_rows_of_scaled_clients_are_computed():
+    """New memory for all rows would take longer than everything else."""
+    received = {"w": torch.zeros(1 << 20)}
+    steps = torch.tensor([1.0, 1.0, 1.5, 3.0, 1.0, 2.5, 1.0, 1.0, 1.0, 1.0])
+    updates = Updates({"w": steps[:, None].expand(10, 1 << 20).contiguous()}, {}, {}, {})
+    cohort = SimpleNamespace(ids=np.arange(10))
+    with Largest() as largest:
+        screened = NormBound().screen(received, updates, cohort)
+        mix(screened.updates, torch.full((10,), 0.1, dtype=torch.float64))
+    assert screened.notes["scaled"] == [3, 5]
+    # Two rows of float32, or the sum in float64.
+    assert largest.bytes == 8 << 20
+    shortened = screened.updates.params["w"][:, 0]
+    torch.testing.assert_close(shortened, steps.clamp(max=2.0), rtol=1e-6, atol=0)
+
+
+def test_trees_in_which_nobody_is_scaled_are_not_copied():
+    uploads = {"c": {"s": torch.tensor([1.0, 1.0, 1.0, 9.0])}}
+    updates = Updates({"w": torch.ones(4, 1)}, {"m": torch.ones(4, 1)}, uploads, {})
+    screened = NormBound().screen({"w": torch.zeros(1), "m": torch.zeros(1)}, updates, COHORT)
+    assert screened.notes["scaled"] == [9]
+    assert screened.updates.params["w"] is updates.params["w"]
+    assert screened.updates.buffers["m"] is updates.buffers["m"]
+    assert screened.updates.uploads["c"]["s"].tolist() == [1.0, 1.0, 1.0, 2.0]
+
+
+def test_signs_of_zeros_stay_in_trees_in_which_another_client_is_scaled():
+    received = {"w": torch.ones(1), "m": torch.ones(1)}
+    params = {"w": torch.tensor([[2.0], [2.0], [-0.0], [9.0]])}
+    buffers = {"m": torch.tensor([[2.0], [2.0], [9.0], [-0.0]])}
+    screened = NormBound(drop=None).screen(received, Updates(params, buffers, {}, {}), COHORT)
+    assert screened.notes["scaled"] == [7, 9]
+    assert screened.updates.params["w"].flatten().tolist() == [2.0, 2.0, 0.0, 3.0]
+    assert bool(screened.updates.params["w"][2].signbit())
+    assert bool(screened.updates.buffers["m"][3].signbit())
 
 
 def test_uploads_far_above_the_median_are_bounded_and_not_dropped():

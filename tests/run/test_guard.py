@@ -12,14 +12,14 @@ import torch
 from equipoise.config import experiment_from
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, RunError
-from equipoise.exchange import _Chosen
+from equipoise.exchange import Updates, _Assembled
 from equipoise.method import Sees
 from equipoise.methods import build, describe
 from equipoise.optimizers import Sgd
 from equipoise.run.checkpoint import read_local
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.files import load_tensors
-from tests.attacks import ATTACKS, LIAR, accuracy, lying, trained
+from tests.attacks import ATTACKS, LIAR, accuracy, longer, lying, trained
 from tests.run.small import Stop, promised, rows_of, small_run, stop_after
 
 HOLDING = {
@@ -195,25 +195,76 @@ def test_local_models_are_kept_as_trained(tmp_path):
         assert measured == set(kept.clients)
 
 
+@pytest.fixture
+def copied(monkeypatch):
+    """The names of tensors whose rows are put together."""
+    names = []
+    put_together = _Assembled._together
+
+    def listed(updates, tree_of):
+        made = put_together(updates, tree_of)
+        names.extend(made)
+        return made
+
+    monkeypatch.setattr(_Assembled, "_together", listed)
+    return names
+
+
+def of_models(names):
+    """Return whether rows of models or of trees of the same names are among them."""
+    return any(name.endswith(("weight", "bias")) for name in names)
+
+
 @pytest.mark.parametrize("guard", ["norm", "krum", "multikrum"])
-def test_an_average_copies_no_rows_of_models(guard, monkeypatch):
+def test_an_average_copies_no_rows_of_models(guard, copied):
     """Page faults of such a copy would take longer than the guard itself."""
-    copied = []
-    copy_rows = _Chosen._copied
-
-    def listed(chosen, tree):
-        copied.extend(tree)
-        return copy_rows(chosen, tree)
-
-    monkeypatch.setattr(_Chosen, "_copied", listed)
     method = {"name": "fedavg", "guard": guard}
     (row,) = trained(method, engine=lying(ATTACKS["x1e6"]), rounds=1).rounds
     assert LIAR in row["notes"]["guard_dropped"]
     assert "train_loss" in copied
-    assert not any(name.endswith(("weight", "bias")) for name in copied)
+    assert not of_models(copied)
     # The median looks at every row.
     trained({"name": "median", "guard": guard}, engine=lying(ATTACKS["x1e6"]), rounds=1)
-    assert any(name.endswith("weight") for name in copied)
+    assert of_models(copied)
+
+
+@pytest.mark.parametrize(
+    "name", ["fedavg", "fedavgm", "fedadam", "fedyogi", "feddyn", "scaffold", "term"]
+)
+@pytest.mark.parametrize("what", ["dropped", "scaled"])
+def test_methods_that_need_only_averages_copy_no_rows_of_models(name, what, copied):
+    lies = lying({"dropped": ATTACKS["x1e6"], "scaled": longer}[what])
+    (row,) = trained(
+        {"name": name, "guard": "norm"}, engine=lies, rounds=1, optimizer=Sgd(lr=0.1)
+    ).rounds
+    assert row["notes"][f"guard_{what}"] == [LIAR]
+    assert "train_loss" in copied
+    assert not of_models(copied)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "median"])
+def test_scaled_updates_give_the_model_of_an_eager_copy(name, monkeypatch):
+    """The same bits as if all rows were written anew."""
+    method = {"name": name, "guard": {"name": "norm", "drop": None}}
+
+    def run():
+        return trained(method, engine=lying(ATTACKS["flipped"]), rounds=3, optimizer=Sgd(lr=0.1))
+
+    lazy = run()
+    assert all(LIAR in row["notes"]["guard_scaled"] for row in lazy.rounds)
+    with_rows = Updates.with_rows
+
+    def eager(updates, which, rows):
+        whole = with_rows(updates, which, rows)
+        return Updates(whole.params, whole.buffers, whole.uploads, whole.reports)
+
+    monkeypatch.setattr(Updates, "with_rows", eager)
+    found, wanted = lazy.state, run().state
+    for tree in ("model", *found.server):
+        given, other = (
+            state.model if tree == "model" else state.server[tree] for state in (found, wanted)
+        )
+        assert all(torch.equal(tensor, other[key]) for key, tensor in given.items())
 
 
 def test_a_guarded_run_resumes_to_the_same_bytes(tmp_path):
