@@ -16,7 +16,7 @@ from torch import Tensor
 from equipoise.errors import InputError
 from equipoise.masked import masked_covariance, masked_mean, masked_sum
 from equipoise.models.frozen import transform_level
-from equipoise.models.layers import Forward
+from equipoise.models.passes import Forward
 from equipoise.tree import PERSONAL, Tree, in_parts, squared_distance
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from torch import Tensor
 from equipoise import schedules
 from equipoise.checks import UNLESS_DEFAULT, count, real, within
 from equipoise.errors import InputError, unknown
+from equipoise.models.kernel_modules import module_with_triton
 
 Column = float | Tensor
 Count = int | Tensor
@@ -143,10 +144,7 @@ def _kernels(lr: Column) -> Any:
     """Return the module of GPU kernels if they can make steps with a learning rate, else None."""
     if not isinstance(lr, Tensor) or not lr.is_cuda:
         return None
-    # Imported here, because learning rates are tensors on a GPU only in training.
-    from equipoise.models.layers import _module_with_triton
-
-    return _module_with_triton("update_kernels", lr.device)
+    return module_with_triton("update_kernels", lr.device)
 
 
 def _updated(

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from equipoise.models.kernel_modules import module_with_triton
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -87,7 +88,7 @@ def _kernels(z: Tensor) -> Any:
     """Return the module of GPU kernels if it can hash these keys, else ``None``."""
     if not z.is_cuda or z.dtype != torch.int64:
         return None
-    return import_module("equipoise.models.layers")._module_with_triton("hash_kernels", z.device)
+    return module_with_triton("hash_kernels", z.device)
 
 
 def _mix_tensor(z: Tensor, step: int = 0) -> Tensor:

@@ -7,12 +7,12 @@ and where Triton does not work, PyTorch's operations are called for one tensor a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from equipoise.models.kernel_modules import module_with_triton
 from equipoise.tree import flat_rows, pieces
 
 # The types that the kernels can add and copy.
@@ -24,7 +24,7 @@ def kernels_for(device: torch.device) -> Any:
     """Return the module of kernels for a device, or ``None`` if there is none."""
     if device.type != "cuda":
         return None
-    return import_module("equipoise.models.layers")._module_with_triton("stack_kernels", device)
+    return module_with_triton("stack_kernels", device)
 
 
 def weighted_sums(

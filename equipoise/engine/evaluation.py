@@ -22,7 +22,7 @@ from equipoise.engine.network import Network
 from equipoise.engine.stack import first_rows, passes, tree_first_rows
 from equipoise.federation import Split
 from equipoise.metrics import Metric, measure
-from equipoise.models.layers import Forward
+from equipoise.models.passes import Forward
 from equipoise.tree import Tree
 
 Measured = dict[str, NDArray[np.float64]]

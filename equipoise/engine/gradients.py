@@ -19,7 +19,7 @@ from equipoise.engine.stack import in_plain_words, over_clients
 from equipoise.errors import InputError
 from equipoise.masked import masked_mean
 from equipoise.method import FollowsRate, Loss, Phase, Value
-from equipoise.models.layers import Forward
+from equipoise.models.passes import Forward
 from equipoise.optimizers import Column
 from equipoise.tree import Tree
 

@@ -26,18 +26,14 @@ from equipoise.engine.slots import Slot, frozen_digest, slots_of
 from equipoise.engine.stack import why_not_stacked
 from equipoise.errors import InputError, unknown
 from equipoise.models.base import Model, pooled
+from equipoise.models.dropout import Dropout
 from equipoise.models.frozen import Frozen, digest_of
 from equipoise.models.functions import Carried, Watched, advice
 from equipoise.models.headed import Headed, tensor_of
-from equipoise.models.layers import (
-    BatchNorm,
-    Dropout,
-    Forward,
-    convert,
-    enter_part,
-    forward_pass,
-    has_hooks,
-)
+from equipoise.models.layers import convert
+from equipoise.models.norm_layers import BatchNorm
+from equipoise.models.passes import Forward, enter_part, forward_pass
+from equipoise.models.replacing import has_hooks
 from equipoise.models.sequences import Recurrent
 from equipoise.task import Task
 from equipoise.tree import Parts, Tree, in_parts

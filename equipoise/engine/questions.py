@@ -22,7 +22,7 @@ from equipoise.engine.network import Network
 from equipoise.engine.stack import first_rows, in_plain_words, passes, tree_first_rows
 from equipoise.errors import InputError
 from equipoise.federation import Split
-from equipoise.models.layers import Forward
+from equipoise.models.passes import Forward
 from equipoise.tree import Tree
 
 

@@ -20,7 +20,7 @@ from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.figures.drawing import GRID, HUES, INK, checked_path, panels, save
 from equipoise.figures.opened import OpenedRun, open_run
-from equipoise.models.layers import Forward
+from equipoise.models.passes import Forward
 from equipoise.random import choose, fold
 
 COLOURS = ("domain", "group", "label")

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from equipoise.checks import count, probability
 from equipoise.errors import InputError
-from equipoise.models.layers import LayerNorm, Linear
+from equipoise.models.linear_layers import Linear
+from equipoise.models.norm_layers import LayerNorm
 
 
 class Attention(nn.Module):

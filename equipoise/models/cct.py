@@ -11,7 +11,7 @@ from equipoise.checks import count, image, probability
 from equipoise.errors import InputError
 from equipoise.models.attention import Block
 from equipoise.models.base import Model, pixels
-from equipoise.models.layers import LayerNorm
+from equipoise.models.norm_layers import LayerNorm
 
 # Channels between two convolutions of the tokenizer, as in the paper.
 _BETWEEN = 64

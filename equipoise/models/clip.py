@@ -21,7 +21,7 @@ from equipoise.errors import InputError, unknown
 from equipoise.models.attention import Block
 from equipoise.models.base import Model
 from equipoise.models.frozen import Frozen
-from equipoise.models.layers import LayerNorm
+from equipoise.models.norm_layers import LayerNorm
 from equipoise.models.vit import ClassToken, refuse_beside, tokens_of
 from equipoise.tree import digest
 

@@ -8,7 +8,7 @@ fastest.
 There are no atomic operations. The sum over samples of a weight's gradient is cut into pieces of a
 fixed number of rows, which are added in order. How the work is cut depends on the layer alone, so
 the same input gives the same bits, whoever shares the stack. Only imported where Triton is
-installed: see ``equipoise.models.layers``.
+installed: see ``equipoise.models.kernel_modules``.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from equipoise.checks import count, probability, several
 from equipoise.errors import InputError, RunError, unknown
 from equipoise.models.attention import Attention
 from equipoise.models.base import Model
-from equipoise.models.layers import LayerNorm, Linear
+from equipoise.models.linear_layers import Linear
+from equipoise.models.norm_layers import LayerNorm
 
 PROJECTIONS = ("matrix", "linear", "mlp")
 PHOTO = "A photo of a/an {}"

@@ -6,7 +6,7 @@ summed over its samples, and as large as the weights. An optimizer that gets the
 
 That is right only if nothing else adds to the gradient. :func:`gradient` therefore looks at the
 graph of the losses: weights that are used twice, for example in a regularisation term, get an
-ordinary gradient. Only imported if Triton is installed: see ``equipoise.models.layers``.
+ordinary gradient. Only imported if Triton is installed: see ``equipoise.models.kernel_modules``.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from equipoise.errors import InputError
+from equipoise.models.dropout import dropped, kept_units
 from equipoise.models.frozen import inside_frozen
-from equipoise.models.layers import current_pass, dropped, kept_units, next_key
+from equipoise.models.passes import current_pass, next_key
 from equipoise.random import fold_tensor, normal, uniform
 
 # The value of a dropped unit in alpha dropout: SELU's limit at minus infinity.
@@ -381,7 +382,10 @@ def _taking_part(mask: Tensor, added: int) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Use one matrix product for each client; see :class:`equipoise.models.layers.Linear`."""
+    """Use one matrix product for each client.
+
+    See :class:`equipoise.models.linear_layers.Linear`.
+    """
     return F.linear(x.flatten(0, 1), weight, bias).unflatten(0, x.shape[:2])
 
 

@@ -1,7 +1,7 @@
 """The hash of random numbers as a Triton kernel for a GPU.
 
 With PyTorch's operations a hash takes ten launches; see ``equipoise.random``. This module is
-imported only if Triton is installed: see ``equipoise.models.layers``.
+imported only if Triton is installed: see ``equipoise.models.kernel_modules``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Functions that several modules of GPU kernels use.
 
-This module is imported only if Triton is installed: see ``equipoise.models.layers``.
+This module is imported only if Triton is installed: see ``equipoise.models.kernel_modules``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ lie in memory in any order, because a grouped convolution puts samples before cl
 no layer has to copy.
 
 The same input gives the same bits, whatever the other clients of the stack. Only imported if Triton
-is installed: see ``equipoise.models.layers``.
+is installed: see ``equipoise.models.kernel_modules``.
 """
 
 from __future__ import annotations

@@ -7,11 +7,39 @@ the weights do.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from equipoise.models.kernel_modules import module_with_triton
+from equipoise.models.passes import stacked_on_gpu
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, factored: bool = False) -> Tensor:
+    """Do what ``F.linear`` does, with a gradient that lies in memory as the weights do.
+
+    With ``factored`` the gradient by the weights may be left as factors.
+    """
+    given: tuple[Tensor | None, ...] = (x, weight, bias)
+    if torch.is_autocast_enabled(x.device.type):
+        lowered = torch.get_autocast_dtype(x.device.type)
+        given = tuple(None if tensor is None else tensor.to(lowered) for tensor in given)
+    ours = factored or _has_few_rows(x, weight)
+    multiply = import_module("equipoise.models.factored").product if ours else Product.apply
+    made: Tensor = multiply(*given)
+    return made
+
+
+def _has_few_rows(x: Tensor, weight: Tensor) -> bool:
+    """Return whether a batch has so few rows that there are kernels for it, in float32."""
+    in_float32 = x.dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
+    if not in_float32 or not stacked_on_gpu(x):
+        return False
+    kernels = module_with_triton("row_kernels", x.device)
+    return kernels is not None and kernels.pay_for(len(x), *weight.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -10,7 +10,7 @@ There are no atomic operations, and tiles depend on neither the number of client
 the same input gives the same bits, independent of the other clients of the stack. The gradients of
 the weights and of the first output are products of PyTorch, which depend on the number of clients
 up to rounding, as those of linear layers do. Only imported where Triton is installed: see
-``equipoise.models.layers``.
+``equipoise.models.kernel_modules``.
 """
 
 from __future__ import annotations

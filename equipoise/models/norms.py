@@ -13,7 +13,7 @@ have the type of the input, float32 or bfloat16; all arithmetic is float32.
 There are no atomic operations. How work is cut, and in which order partial results are combined,
 depends on the shape of one client's batch alone. So the same input gives the same bits, whatever
 the other clients of the stack. Only imported if Triton is installed: see
-``equipoise.models.layers``.
+``equipoise.models.kernel_modules``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.func import vmap
 
 from equipoise.models import norm_kernels as kernels
 from equipoise.models.kernel_tools import all_merged, empty_as, one_client
-from equipoise.models.layers import masked_norm
+from equipoise.models.norm_layers import masked_norm
 
 # ---- launching -----------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ def norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise a client's batch by its own statistics.
 
-    :func:`equipoise.models.layers.masked_norm` does the same.
+    :func:`equipoise.models.norm_layers.masked_norm` does the same.
 
     Parameters
     ----------

@@ -21,7 +21,7 @@ from equipoise.models.attention import Block
 from equipoise.models.base import Model
 from equipoise.models.clip import Parts, TextEncoder
 from equipoise.models.frozen import Frozen, digest_of
-from equipoise.models.layers import LayerNorm
+from equipoise.models.norm_layers import LayerNorm
 from equipoise.models.pretrained_backbones import (
     FAMILIES,
     TRANSFORMERS,

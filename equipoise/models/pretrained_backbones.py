@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from equipoise.errors import InputError
 from equipoise.models.attention import Block
-from equipoise.models.layers import LayerNorm
+from equipoise.models.norm_layers import LayerNorm
 from equipoise.models.pretrained_source import SDPA, Source
 from equipoise.models.resnet import ImageMean
 from equipoise.models.vit import ClassToken, Encoder, Tokens

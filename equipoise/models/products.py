@@ -7,7 +7,7 @@ rounded to 11 significant bits, l is the remainder rounded to 11 bits. Then x w 
 Tensor cores also round sums towards zero. Therefore they add only 32 products at a time, the small
 terms first, and these sums are added in ordinary float32.
 
-This module is imported only if Triton is installed: see ``equipoise.models.layers``.
+This module is imported only if Triton is installed: see ``equipoise.models.kernel_modules``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from equipoise.checks import count
 from equipoise.errors import InputError
 from equipoise.models.base import Model
-from equipoise.models.layers import _module_with_triton
+from equipoise.models.kernel_modules import module_with_triton
 
 
 def charlstm(
@@ -195,7 +195,7 @@ def lstm_kernels(driven: Tensor) -> Any:
     """Return the module of GPU kernels if they can be used for a tensor, else ``None``."""
     if not driven.is_cuda or driven.dtype == torch.float64:
         return None
-    return _module_with_triton("lstm_kernels", driven.device)
+    return module_with_triton("lstm_kernels", driven.device)
 
 
 def recurrence(

@@ -5,7 +5,7 @@ client's weights once and multiplies it by all rows of the client's batch.
 
 How work is cut depends on the layer alone, and partial sums are added in a fixed order, so a
 client's results do not depend on the others. Only imported if Triton is installed: see
-``equipoise.models.layers``.
+``equipoise.models.kernel_modules``.
 """
 
 from __future__ import annotations

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from equipoise.errors import InputError
+from equipoise.models.dropout import dropped
 from equipoise.models.frozen import transforms
-from equipoise.models.layers import current_pass, dropped, has_hooks, next_key
+from equipoise.models.passes import current_pass, next_key
 from equipoise.models.recurrent import steps_of_layer
+from equipoise.models.replacing import has_hooks
 
 _ACTIVATIONS = {"RNN_TANH": torch.tanh, "RNN_RELU": torch.relu}
 
@@ -21,8 +23,8 @@ class Recurrent(nn.Module):
     """An ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` made of matrix products.
 
     Those of PyTorch cannot be stacked. Parameters have the same names. Dropout between layers is a
-    hash of client, phase, step and layer, as in :class:`~equipoise.models.layers.Dropout`. A single
-    client on a CPU uses PyTorch's own loop, which is faster.
+    hash of client, phase, step and layer, as in :class:`~equipoise.models.dropout.Dropout`. A
+    single client on a CPU uses PyTorch's own loop, which is faster.
 
     Parameters
     ----------

@@ -4,7 +4,7 @@ A model has up to hundreds of tensors, most of them small. One launch serves all
 from a table where the tensors are. Weighted sums read every number once, add in float64 in the
 order of the clients, and write the result, without copies in float64.
 
-This module is imported only if Triton is installed: see ``equipoise.models.layers``.
+This module is imported only if Triton is installed: see ``equipoise.models.kernel_modules``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ whose product is made where it is used and never written to memory.
 
 The arithmetic of a step is that of PyTorch's operations on a GPU, so results have the same bits.
 Each element is computed from its own client's values only, in a fixed order. Only imported if
-Triton is installed: see ``equipoise.models.layers``.
+Triton is installed: see ``equipoise.models.kernel_modules``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from equipoise.errors import InputError
 from equipoise.models.attention import Block
 from equipoise.models.base import Model
 from equipoise.models.frozen import Frozen, plain_attention
-from equipoise.models.layers import LayerNorm, Linear
+from equipoise.models.linear_layers import Linear
+from equipoise.models.norm_layers import LayerNorm
 
 # Standard deviation of the initial tokens and positions (Dosovitskiy et al., 2021).
 TOKEN_SPREAD = 0.02

@@ -16,7 +16,7 @@ from equipoise.engine.stacked import StackedEngine
 from equipoise.methods import build as build_method
 from equipoise.models.base import Model
 from equipoise.models.frozen import Frozen
-from equipoise.models.layers import Forward
+from equipoise.models.passes import Forward
 from equipoise.optimizers import Sgd
 from equipoise.run.trainer import Trainer
 from tests.engine.comparison import distance

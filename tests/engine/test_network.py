@@ -16,7 +16,7 @@ from equipoise.errors import InputError
 from equipoise.methods import build as build_method
 from equipoise.models.base import Model
 from equipoise.models.frozen import Frozen
-from equipoise.models.layers import Forward
+from equipoise.models.passes import Forward
 from equipoise.tree import digest as digest_of
 from tests.engine.comparison import distance
 from tests.engine.federations import THREE_COHORTS, images

@@ -13,7 +13,7 @@ from equipoise.errors import InputError
 from equipoise.methods import build
 from equipoise.models.base import Model
 from equipoise.models.headed import Headed, with_head
-from equipoise.models.layers import Forward
+from equipoise.models.passes import Forward
 from tests.engine.comparison import distance
 from tests.engine.federations import THREE_COHORTS, images, text
 from tests.engine.own_models import (

@@ -19,7 +19,7 @@ from equipoise.method import State, Updates
 from equipoise.methods import build
 from equipoise.methods.fedcrc import FedCRC, SlowHead
 from equipoise.models.base import Model
-from equipoise.models.layers import Forward
+from equipoise.models.passes import Forward
 from equipoise.tree import size_in_bytes
 from tests.engine.by_hand import Turn, rounds_by_hand, tensors
 from tests.engine.comparison import distance

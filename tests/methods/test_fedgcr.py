@@ -31,7 +31,7 @@ from equipoise.methods.fedgcr import (
     group_weights,
     representations_of,
 )
-from equipoise.models.layers import Forward
+from equipoise.models.passes import Forward
 from equipoise.optimizers import Sgd
 from equipoise.privacy import gaussian_epsilon
 from equipoise.run.trainer import Trainer

@@ -1,10 +1,15 @@
-"""Batches of stacked clients in any order of memory, for tests of GPU kernels."""
+"""What tests of GPU kernels share.
+
+Batches of stacked clients in any order of memory, and kernels for layers on any device.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
+
+from equipoise.models import convolution_layers, dropout, norm_layers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLIENTS, SAMPLES, CHANNELS = 3, 5, 4
@@ -31,3 +36,9 @@ def laid_out(x, layout):
 
 def order(x):
     return [axis for axis in np.argsort([-s for s in x.stride()]) if x.shape[axis] > 1]
+
+
+def serve_layers(monkeypatch, kernels_for_pass):
+    """Let a function choose the kernels of all layers that may have some, except convolutions."""
+    for module in (convolution_layers, dropout, norm_layers):
+        monkeypatch.setattr(module, "kernels_for_pass", kernels_for_pass)

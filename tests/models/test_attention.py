@@ -14,7 +14,7 @@ from equipoise.errors import InputError
 from equipoise.models.attention import Attention, Block, attend
 from equipoise.models.base import Model
 from equipoise.models.frozen import Frozen
-from equipoise.models.layers import Forward
+from equipoise.models.passes import Forward
 
 CLIENTS, SAMPLES, TOKENS, WIDTH, HEADS = 3, 4, 5, 8, 2
 

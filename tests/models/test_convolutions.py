@@ -18,14 +18,17 @@ from equipoise import tasks
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine, Training
 from equipoise.methods import build as method_named
-from equipoise.models import build, layers
-from equipoise.models.layers import Convolution, Forward, Sequential, convert, forward_pass
+from equipoise.models import build, convolution_layers
+from equipoise.models.convolution_layers import Convolution, Sequential
+from equipoise.models.layers import convert
+from equipoise.models.passes import Forward, current_pass, forward_pass
 from equipoise.optimizers import optimizer_named
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
 from tests.engine.comparison import distance
 from tests.engine.federations import images
 from tests.engine.gpu import needs_gpu
+from tests.models.stacks import serve_layers
 
 pytest.importorskip("triton", reason="needs Triton, which is not made for this system")
 
@@ -318,16 +321,17 @@ def everywhere(monkeypatch):
 
     def chosen(module):
         def serving(x, *_):
-            if layers._current is None or not layers._current.wide or x.dtype != torch.float32:
+            forward = current_pass()
+            if forward is None or not forward.wide or x.dtype != torch.float32:
                 return None
             calls.append(module)
             return module
 
         return serving
 
-    monkeypatch.setattr(layers, "_convolutions", chosen(convolutions))
+    monkeypatch.setattr(convolution_layers, "_convolutions", chosen(convolutions))
     serving = {"kernels": chosen(kernels), "norms": chosen(norms)}
-    monkeypatch.setattr(layers, "_kernels", lambda x, name="kernels": serving[name](x))
+    serve_layers(monkeypatch, lambda x, name="kernels": serving[name](x))
     return calls
 
 

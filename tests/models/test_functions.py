@@ -10,7 +10,7 @@ from torch import nn
 from equipoise.errors import InputError
 from equipoise.models.frozen import Frozen
 from equipoise.models.functions import Carried
-from equipoise.models.layers import Forward, forward_pass
+from equipoise.models.passes import Forward, forward_pass
 
 
 def normal(*shape, seed=0):

@@ -18,16 +18,11 @@ from equipoise import tasks
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine, Training
 from equipoise.methods import build as method_named
-from equipoise.models import build, layers
-from equipoise.models.layers import (
-    BatchNorm,
-    Dropout,
-    Forward,
-    MaxPool,
-    dropped,
-    forward_pass,
-    masked_norm,
-)
+from equipoise.models import build
+from equipoise.models.convolution_layers import MaxPool
+from equipoise.models.dropout import Dropout, dropped
+from equipoise.models.norm_layers import BatchNorm, masked_norm
+from equipoise.models.passes import Forward, current_pass, forward_pass
 from equipoise.optimizers import optimizer_named
 from equipoise.random import fold_tensor
 from equipoise.run.evaluation import Evaluation
@@ -46,6 +41,7 @@ from tests.models.stacks import (
     laid_out,
     normal,
     order,
+    serve_layers,
 )
 from tests.rounds import engine_run
 
@@ -255,12 +251,13 @@ def everywhere(monkeypatch):
     calls = []
 
     def chosen(x, name="kernels"):
-        if layers._current is None or not layers._current.stacked or x.dtype == torch.float64:
+        forward = current_pass()
+        if forward is None or not forward.stacked or x.dtype == torch.float64:
             return None
         calls.append(x.shape)
         return {"kernels": kernels, "norms": norms}[name]
 
-    monkeypatch.setattr(layers, "_kernels", chosen)
+    serve_layers(monkeypatch, chosen)
     return calls
 
 

@@ -14,20 +14,15 @@ from torch.func import vmap
 from equipoise import tasks
 from equipoise.engine.network import Network
 from equipoise.errors import InputError
-from equipoise.models import layers
+from equipoise.models import norm_layers
 from equipoise.models.base import Model
-from equipoise.models.layers import (
-    BatchNorm,
-    Convolution,
-    Dropout,
-    Forward,
-    LayerNorm,
-    Linear,
-    MaxPool,
-    _product,
-    convert,
-    forward_pass,
-)
+from equipoise.models.convolution_layers import Convolution, MaxPool
+from equipoise.models.dropout import Dropout
+from equipoise.models.layers import convert
+from equipoise.models.linear_layers import Linear
+from equipoise.models.linear_products import linear
+from equipoise.models.norm_layers import BatchNorm, LayerNorm
+from equipoise.models.passes import Forward, forward_pass
 from equipoise.random import fold
 
 CHANNELS = 3
@@ -460,7 +455,7 @@ def test_batchnorm_at_rest_on_a_gpu_is_pytorchs(affine, monkeypatch):
     x = normal(4, 2, 5, 6, 3).movedim(-1, 2)
     wanted = torch.stack([copy.deepcopy(layer).eval()(own) for own in x])
     own = BatchNorm(layer)
-    monkeypatch.setattr(layers, "_stacked_on_gpu", lambda x: True)
+    monkeypatch.setattr(norm_layers, "stacked_on_gpu", lambda x: True)
     with forward_pass(Forward(train=False, stacked=True)):
         torch.testing.assert_close(vmap(own)(x), wanted, rtol=1e-12, atol=1e-12)
 
@@ -476,11 +471,11 @@ def test_gradients_of_stacked_products_lie_as_the_weights_do(bias):
         squares = sum(first.square().sum() for first in firsts)
         return y, *firsts, *torch.autograd.grad(squares, (x, weight, *added))
 
-    found = results(lambda x, weight, bias=None: _product(x, weight, bias))
+    found = results(lambda x, weight, bias=None: linear(x, weight, bias))
     for own, other in zip(found, results(F.linear), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
     assert found[2].is_contiguous()
-    shared = vmap(lambda x: _product(x, weight[0], None))(x)
+    shared = vmap(lambda x: linear(x, weight[0], None))(x)
     torch.testing.assert_close(shared, x @ weight[0].t(), rtol=1e-12, atol=1e-12)
 
 

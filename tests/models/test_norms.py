@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.func import vmap
 
-from equipoise.models.layers import masked_norm
+from equipoise.models.norm_layers import masked_norm
 from tests.models.stacks import (
     CHANNELS,
     CLIENTS,

@@ -20,8 +20,11 @@ from equipoise.engine.network import Network
 from equipoise.errors import InputError
 from equipoise.models import build
 from equipoise.models.attention import Block
+from equipoise.models.convolution_layers import Convolution, Sequential
 from equipoise.models.frozen import Frozen, frozen_names
-from equipoise.models.layers import BatchNorm, Convolution, Forward, Sequential, convert
+from equipoise.models.layers import convert
+from equipoise.models.norm_layers import BatchNorm
+from equipoise.models.passes import Forward
 from equipoise.models.pretrained import encoder
 from equipoise.models.pretrained_backbones import FAMILIES
 from equipoise.models.pretrained_source import IMAGENET

@@ -14,7 +14,7 @@ from torch import nn
 from torch.func import grad
 
 from equipoise.models.frozen import Frozen
-from equipoise.models.layers import Linear
+from equipoise.models.linear_layers import Linear
 from tests.engine.gpu import needs_gpu
 
 pytest.importorskip("triton", reason="needs Triton, which only PyTorch's GPU builds bring")

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="needs Triton, which is not made for this s
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU that PyTorch can use, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from equipoise.models import factored, layers, row_kernels
+from equipoise.models import factored, linear_products, row_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLIENTS = 2
@@ -153,11 +153,11 @@ def test_layers_whose_gradients_are_no_factors_use_the_kernels_too(launched, mon
     def gradients(linear):
         return torch.autograd.grad(vmap(linear)(*leaves).square().sum(), leaves)
 
-    own = gradients(layers._product)
+    own = gradients(linear_products.linear)
     assert launched == []
-    monkeypatch.setattr(layers, "_stacked_on_gpu", lambda x: True)
-    monkeypatch.setattr(layers, "_module_with_triton", lambda name, device: row_kernels)
-    for found, wanted in zip(gradients(layers._product), own, strict=True):
+    monkeypatch.setattr(linear_products, "stacked_on_gpu", lambda x: True)
+    monkeypatch.setattr(linear_products, "module_with_triton", lambda name, device: row_kernels)
+    for found, wanted in zip(gradients(linear_products.linear), own, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
         assert found.stride() == wanted.stride()
     assert launched == ["multiply", "multiply_back"]

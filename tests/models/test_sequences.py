@@ -10,7 +10,8 @@ from torch import nn
 from torch.func import functional_call, vmap
 
 from equipoise.errors import InputError
-from equipoise.models.layers import Forward, convert, forward_pass
+from equipoise.models.layers import convert
+from equipoise.models.passes import Forward, forward_pass
 from equipoise.models.sequences import Recurrent
 
 LAYERS = {
