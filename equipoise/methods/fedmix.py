@@ -125,7 +125,10 @@ class FedMix(LocalRule, Aggregation):
         drawn = fold_tensor(cast(Tensor, client.forward.key), Purpose.AUGMENT).remainder(
             len(means["x"])
         )
-        mean_x, mean_y = means["x"][drawn], means["y"][drawn]
+        # Not means["x"][drawn]: that reads the number on the host, so a GPU could not replay it.
+        mean_x, mean_y = (
+            means[name].index_select(0, drawn.unsqueeze(0)).squeeze(0) for name in ("x", "y")
+        )
         shrunk = (1 - self.lam) * pixels(client.x, client.network.dtype)
         mixed = client.at(x=shrunk, train=True).recording(client.recorded)
         output = mixed.output()

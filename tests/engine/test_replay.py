@@ -9,15 +9,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from equipoise.cli import show
 from equipoise.engine import blocks, replay, workshop
-from equipoise.engine.phase_run import Shape, Span
+from equipoise.engine.phase_run import PhaseRun, Shape, Span
 from equipoise.engine.replay import Replay
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.workshop import Workshop
 from equipoise.host_copy import HostCopy
-from equipoise.methods import build
+from equipoise.methods import build, names
 from equipoise.models.base import Model
 from equipoise.optimizers import Sgd
 from equipoise.run.api import train
@@ -25,7 +26,7 @@ from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
 from equipoise.tree import Magnitudes
 from tests.engine.comparison import distance
-from tests.engine.every_method import SETTINGS, VARIANTS, skipped
+from tests.engine.every_method import ONLY, SETTINGS, VARIANTS, skipped, trained_by
 from tests.engine.federations import images
 from tests.engine.gpu import needs_gpu
 from tests.engine.rerun import Rerun
@@ -381,6 +382,30 @@ def test_work_of_the_host_is_done_once_when_steps_have_been_launched():
         cohort.train({"model": engine.network.initial()}, {}, method.local)
     # The first kind of step was recorded in the round before, the second in this one.
     assert done == ["now", 2]
+
+
+class NoScalars(TorchDispatchMode):
+    """Refuses to read a tensor's number on the host, which no recording may do."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("method", [*names(), *VARIANTS])
+def test_no_step_of_a_method_reads_a_number_on_the_host(method, monkeypatch):
+    advance, steps = PhaseRun.advance, []
+
+    def watched(self, *given):
+        steps.append(given)
+        with NoScalars():
+            advance(self, *given)
+
+    monkeypatch.setattr(PhaseRun, "advance", watched)
+    # One client at a time, because vmap would hide an index that is read as a number.
+    what = "fedgc" if "fedgc" in ONLY.get(method, ()) else "images"
+    trained_by(method, what, chunk=1, rounds=1)
+    assert steps
 
 
 @pytest.mark.parametrize("chunk", [10, 1])
