@@ -13,7 +13,8 @@ import torch
 from equipoise import Evaluation, Federation, fairness, tasks, train
 from equipoise.federation import Split
 from equipoise.metrics import Metric
-from equipoise.run.records import client_rows, summarize_rows
+from equipoise.run.client_rows import Holders, client_rows
+from equipoise.run.records import summarize_rows
 from tests.run.small import rows_of, small_run
 
 TASK = tasks.build("classification")
@@ -66,15 +67,15 @@ def test_rows_hold_the_clients_with_samples_in_their_order():
         "accuracy": np.array([1.0, np.nan, 0.0, 0.5]),
     }
     rows = client_rows(
-        four_clients(),
-        np.arange(4),
+        Holders.of(four_clients(), np.arange(4), "test"),
         measured,
         round_=3,
         model="global",
         split="test",
+        task=TASK,
         gaps={2: 0.125},
     )
-    assert rows == [
+    assert list(rows) == [
         row(0, 1.0, group="x", n=2, loss=0.5),
         row(2, 0.0, group="x", n=1, loss=0.25, gap=0.125),
         row(3, 0.5, group="z", n=3, unseen=True, loss=2.0),
@@ -83,9 +84,8 @@ def test_rows_hold_the_clients_with_samples_in_their_order():
 
 def test_rows_of_some_clients_take_their_values_by_position():
     measured = {"loss": np.array([7.0, 8.0])}
-    rows = client_rows(
-        four_clients(), np.array([3, 0]), measured, round_=1, model="personal", split="test"
-    )
+    holders = Holders.of(four_clients(), np.array([3, 0]), "test")
+    rows = client_rows(holders, measured, round_=1, model="personal", split="test", task=TASK)
     assert [(r["client"], r["n"], r["loss"]) for r in rows] == [(3, 3, 7.0), (0, 2, 8.0)]
 
 
