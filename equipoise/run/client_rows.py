@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +33,6 @@ class Holders:
         are unseen.
     group_names : tuple of str
         The names of groups.
-    where : int array
-        The positions in ``clients`` of those with samples. Only they have rows.
     """
 
     clients: Ints
@@ -41,23 +40,26 @@ class Holders:
     groups: Ints
     unseen: NDArray[np.bool_]
     group_names: Sequence[str]
-    where: Ints = field(init=False)
-    rows: list[Row] = field(init=False)
-    texts: list[str] = field(init=False)
 
-    def __post_init__(self) -> None:
-        """Describe the clients with samples, as dictionaries and as JSON without braces."""
-        where = np.flatnonzero(self.sizes)
-        columns = (self.clients, self.groups, self.unseen, self.sizes)
-        rows = [
-            {"client": client, "group": self.group_names[group], "unseen": unseen, "n": size}
-            for client, group, unseen, size in zip(
-                *(column[where].tolist() for column in columns), strict=True
-            )
-        ]
-        object.__setattr__(self, "where", where)
-        object.__setattr__(self, "rows", rows)
-        object.__setattr__(self, "texts", [json.dumps(row)[1:-1] for row in rows])
+    @cached_property
+    def where(self) -> Ints:
+        """The positions in ``clients`` of those with samples. Only they have rows."""
+        return np.flatnonzero(self.sizes)
+
+    def row(self, position: int) -> Row:
+        """Describe a client at a position of ``where``."""
+        place = self.where[position]
+        return {
+            "client": int(self.clients[place]),
+            "group": self.group_names[self.groups[place]],
+            "unseen": bool(self.unseen[place]),
+            "n": int(self.sizes[place]),
+        }
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """The descriptions of clients with samples as JSON, without braces."""
+        return [json.dumps(self.row(position))[1:-1] for position in range(len(self.where))]
 
     @classmethod
     def of(
@@ -117,7 +119,7 @@ class ClientRows:
     special: dict[int, Row]
 
     def __len__(self) -> int:
-        return len(self.holders.rows)
+        return len(self.holders.where)
 
     def __iter__(self) -> Iterator[Row]:
         return map(self.row, range(len(self)))
@@ -127,7 +129,7 @@ class ClientRows:
         if position in self.special:
             return self.special[position]
         values = {name: float(column[position]) for name, column in self.columns.items()}
-        return {**self._head, **self.holders.rows[position], **values}
+        return {**self._head, **self.holders.row(position), **values}
 
     @property
     def _head(self) -> Row:
@@ -151,7 +153,7 @@ class ClientRows:
     def diverged(self) -> int | None:
         """Return the first client whose loss is not finite, if there is one."""
         bad = np.flatnonzero(~np.isfinite(self.columns["loss"]))
-        return int(self.holders.rows[bad[0]]["client"]) if len(bad) else None
+        return int(self.holders.clients[self.holders.where[bad[0]]]) if len(bad) else None
 
     def of_seen(self, name: str) -> Floats:
         """Return the values of seen clients in a column, without rows that lack it."""

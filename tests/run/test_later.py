@@ -205,6 +205,15 @@ def test_what_waits_does_not_keep_the_updates_in_memory(monkeypatch):
     assert alive == [False] * (ROUNDS - 1) + [True]
 
 
+def test_a_round_is_finished_even_if_no_device_is_ever_busy(tmp_path, monkeypatch):
+    run(tmp_path / "now", checkpoint_every=3)
+    later = deferring(monkeypatch)
+    monkeypatch.setattr(StackedEngine, "while_busy", lambda engine, work: None)
+    run(tmp_path / "later", checkpoint_every=3)
+    assert later == [1, 2, 4, 5]
+    assert files(tmp_path / "later") == files(tmp_path / "now")
+
+
 # ---- runs that fail, are broken off or killed ----------------------------------------------------
 
 
@@ -342,6 +351,20 @@ def test_a_lap_begins_where_the_device_had_finished_the_round_before():
     assert clock.laps["train"] < 0.03
     clock.lap("combine", since=begin)
     assert 0 <= clock.laps["combine"] < 0.03
+
+
+def test_training_begins_when_the_device_has_evaluated_the_round_before(tmp_path, monkeypatch):
+    def busy(moment, idle):
+        time.sleep(0.5)
+        return time.perf_counter()
+
+    deferring(monkeypatch)
+    monkeypatch.setattr(Moment, "time_since", busy)
+    run(tmp_path / "run", rounds=3, checkpoint_every=100)
+    first, second, third = rows_of(tmp_path / "run", "timings")
+    assert first["evaluate"] >= 0.5 <= second["evaluate"]
+    assert second["train"] < 0.5 > third["train"]
+    assert third["evaluate"] < 0.5
 
 
 @needs_gpu
