@@ -165,24 +165,27 @@ def test_the_host_finishes_a_round_when_the_next_one_has_been_launched(monkeypat
     deferring(monkeypatch)
     order = []
 
-    def noted(kind, name, what):
+    def noted(kind, name, before, after=()):
         original = getattr(kind, name)
 
         def calling(self, *args, **more):
-            order.append(what)
-            return original(self, *args, **more)
+            order.extend(before)
+            found = original(self, *args, **more)
+            order.extend(after)
+            return found
 
         monkeypatch.setattr(kind, name, calling)
 
-    noted(LocalTraining, "run", "train")
-    noted(Participants, "look_ahead", "look ahead")
-    noted(Evaluator, "launch", "launch")
-    noted(Evaluator, "follow", "finish")
+    noted(LocalTraining, "run", ["train"])
+    noted(RoundSteps, "train", [], ["trained"])
+    noted(Participants, "look_ahead", ["look ahead"])
+    noted(Evaluator, "launch", ["launch"])
+    noted(Evaluator, "follow", ["finish"])
     run(None, rounds=3, machine=Machine(device="cpu", chunk=10))
     assert order == [
-        *("train", "look ahead", "launch"),
-        *("train", "look ahead", "finish", "launch"),
-        *("train", "finish", "launch", "finish"),
+        *("train", "look ahead", "trained", "launch"),
+        *("train", "look ahead", "finish", "trained", "launch"),
+        *("train", "finish", "trained", "launch", "finish"),
     ]
 
 
