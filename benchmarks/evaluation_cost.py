@@ -195,14 +195,19 @@ def _device(machine: Machine) -> str:
 
 
 def seconds_of_rounds(run: Trainer, count: int, machine: Machine) -> list[float]:
-    """Carry out the next rounds, and return the seconds of each."""
+    """Carry out the next rounds, and return the seconds of each.
+
+    A GPU may evaluate a round while the next one begins, so the host waits for it only after the
+    last round. The first round has no evaluation before it, and the last one has two. Use medians.
+    """
     ticks = [time.perf_counter()]
 
     def tick(progress: Progress) -> None:
-        if _on_gpu(machine):
+        last = len(ticks) == count
+        if last and _on_gpu(machine):
             torch.cuda.synchronize()
         ticks.append(time.perf_counter())
-        if len(ticks) > count:
+        if last:
             raise Pause
 
     with suppress(Pause):

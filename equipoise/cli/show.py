@@ -103,7 +103,7 @@ def _number(value: float | None) -> str:
 
 @contextmanager
 def rounds(name: str) -> Iterator[Callable[[Progress], None]]:
-    """Show the progress of a run and the scores of the latest evaluation on a terminal."""
+    """Show the progress of a run and the scores of the latest finished evaluation."""
     console = _console(stderr=True)
     with _bar(console, "{task.fields[scores]}") as bar:
         task = bar.add_task(name, total=None, scores="")

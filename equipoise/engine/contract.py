@@ -158,6 +158,14 @@ class Engine(Protocol):
     ) -> dict[str, Measured]:
         """Evaluate the global model, or personal models made from it, on ``val`` and ``test``."""
 
+    def launch_evaluation(
+        self, model: Tree, clients: NDArray[np.int64], *, personal: Personal | None = None
+    ) -> Callable[[], dict[str, Measured]]:
+        """Begin the same as :meth:`evaluate`, and return a function that waits for the values.
+
+        Only an engine that :attr:`defers` work may return before the values are computed.
+        """
+
     def evaluate_server(self, model: Tree) -> dict[str, Measured]:
         """Return metrics of the global model on the server's samples, by split."""
 
@@ -183,10 +191,14 @@ class Engine(Protocol):
     def remembering(self) -> list[int]:
         """The clients whose memories are available here, in ascending order."""
 
+    @property
+    def defers(self) -> bool:
+        """Whether evaluation may end, and :meth:`while_busy` do its work, in the next round."""
+
     def while_busy(self, work: Callable[[], None]) -> None:
         """Do some work of the host that nobody waits for: now, or while a GPU trains.
 
-        It may never be called if no further round is trained.
+        It may never be done if no further round is trained.
         """
 
     def commit(self, cohort: Any) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from equipoise.federation import Federation
+from equipoise.federation import Federation, Split
 from equipoise.samples import Samples
 
 # Data larger than this share of a GPU's memory stay on the host, and batches are copied one by one.
@@ -45,6 +46,11 @@ class DeviceData:
     x : Tensor or Samples, optional
         Samples that replace those of the federation, such as encoded ones.
 
+    Attributes
+    ----------
+    orders : mapping
+        In which order the samples of a split are evaluated, kept by evaluation.
+
     Examples
     --------
     >>> from equipoise.data import load
@@ -61,6 +67,7 @@ class DeviceData:
         x: Tensor | Samples | None = None,
     ) -> None:
         self.device = device
+        self.orders: WeakKeyDictionary[Split, Any] = WeakKeyDictionary()
         self.x = federation.x if x is None else x
         self.y = federation.y.to(device, _target_type(federation.y.dtype, dtype))
         self._dtype = _target_type(self.x.dtype, dtype)

@@ -7,7 +7,8 @@ there, and no longer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from equipoise.engine.data import DeviceData
 from equipoise.engine.network import Network
 from equipoise.engine.stack import first_rows, passes, tree_first_rows
 from equipoise.federation import Split
+from equipoise.host_copy import HostCopy
 from equipoise.metrics import Metric, measure
 from equipoise.models.passes import Forward
 from equipoise.tree import Tree
@@ -29,7 +31,6 @@ Measured = dict[str, NDArray[np.float64]]
 _SHARED = Forward(train=False, shared=True)
 
 
-@torch.no_grad()
 def evaluate_shared(
     network: Network,
     data: DeviceData,
@@ -67,42 +68,109 @@ def evaluate_shared(
         One value per client, NaN where a client holds no sample. Counts by attributes that a client
         withholds are NaN, too.
     """
-    sizes = split.offsets[clients + 1] - split.offsets[clients]
+    return launch_shared(network, data, params, split, clients, metrics, counting)()
+
+
+@torch.no_grad()
+def launch_shared(
+    network: Network,
+    data: DeviceData,
+    params: Tree,
+    split: Split,
+    clients: NDArray[np.int64],
+    metrics: Sequence[Metric] = (),
+    counting: Counting | None = None,
+) -> Callable[[], Measured]:
+    """Do the same as :func:`evaluate_shared`, but do not wait for a GPU.
+
+    Returns
+    -------
+    callable
+        Waits for the values, and returns them. The host waits earlier for metrics and counts, which
+        it computes itself.
+    """
     if network.batchwise:
+        sizes = split.offsets[clients + 1] - split.offsets[clients]
         together = max(1, samples_a_pass(network, 1) // max(1, sizes.max(initial=0)))
-        return evaluate_stacked(
+        return launch_stacked(
             network, data, {}, params, split, clients, together, metrics, counting
         )
-    where = same = None
-    if split.repeats:
-        firsts, same = np.unique(split.alike[clients], return_inverse=True)
-        sizes = split.sizes[firsts]
-        positions, where = np.unique(_gather(split, firsts, sizes), return_inverse=True)
-    else:
-        positions = _gather(split, clients, sizes)
+    order = _Order.of(data, split, clients)
     pieces: dict[str, list[Tensor]] = {}
     wanted = _Collected(metrics, counting, split, clients)
-    if not len(positions):
+    if not len(order.positions):
         # Some models do not accept an empty batch.
-        return {
-            name: np.full(len(clients), np.nan) for name in network.measures or ("loss",)
-        } | wanted.values
-    for part in torch.from_numpy(positions).split(samples_a_pass(network, 1)):
+        empty = {name: np.full(len(clients), np.nan) for name in network.measures or ("loss",)}
+        return lambda: empty | wanted.values
+    for part in order.positions.split(samples_a_pass(network, 1)):
         x, y = data.fetch(part)
         output = network.apply(params, x, _SHARED).output
-        if wanted.any and where is None:
+        if wanted.any and order.where is None:
             wanted.add(output, y)
         for name, values in network.task.metrics(output, y).items():
             pieces.setdefault(name, []).append(values.double())
     # One copy to the host for all values.
-    of_samples = torch.stack([torch.cat(values) for values in pieces.values()]).cpu().numpy()
-    if wanted.any and where is not None:
+    names, copied = list(pieces), HostCopy(torch.stack([torch.cat(v) for v in pieces.values()]))
+    if wanted.any and order.where is not None:
         _collect_repeated(network, data, params, wanted)
-    means = {}
-    for name, values in zip(pieces, of_samples, strict=True):
-        of_clients = _mean_by_client(values if where is None else values[where], sizes)
-        means[name] = of_clients if same is None else of_clients[same]
-    return {**means, **wanted.values}
+    of_outputs = wanted.values
+
+    def read() -> Measured:
+        of_samples = copied.read().numpy()
+        means = {n: order.means(values) for n, values in zip(names, of_samples, strict=True)}
+        return {**means, **of_outputs}
+
+    return read
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The samples that are evaluated for some clients, and whose they are.
+
+    Attributes
+    ----------
+    positions : Tensor
+        The samples, each once. On a GPU if it holds all samples: copying positions for every batch
+        would make the host wait for the batch before.
+    sizes : int array
+        Numbers of samples of clients, each list of samples once.
+    where : int array or None
+        The place in ``positions`` of each client's samples, if clients share samples.
+    same : int array or None
+        The place in ``sizes`` of each client, if clients hold the same samples.
+    """
+
+    positions: Tensor
+    sizes: NDArray[np.int64]
+    where: NDArray[np.int64] | None = None
+    same: NDArray[np.int64] | None = None
+
+    @classmethod
+    def of(cls, data: DeviceData, split: Split, clients: NDArray[np.int64]) -> _Order:
+        """Return the order of clients. That of all clients is kept for later evaluations."""
+        everyone = len(clients) == split.clients and bool((np.diff(clients) == 1).all())
+        if everyone and split in data.orders:
+            kept: _Order = data.orders[split]
+            return kept
+        firsts, same, where = clients, None, None
+        if split.repeats:
+            firsts, same = np.unique(split.alike[clients], return_inverse=True)
+        sizes = split.offsets[firsts + 1] - split.offsets[firsts]
+        positions = split.indices if everyone and same is None else _gather(split, firsts, sizes)
+        if split.repeats:
+            positions, where = np.unique(positions, return_inverse=True)
+        placed = torch.from_numpy(positions)
+        order = cls(placed.to(data.device) if data.on_gpu else placed, sizes, where, same)
+        if everyone:
+            data.orders[split] = order
+        return order
+
+    def means(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the mean of each client from the values of samples in ``positions``."""
+        of_clients = _mean_by_client(
+            values if self.where is None else values[self.where], self.sizes
+        )
+        return of_clients if self.same is None else of_clients[self.same]
 
 
 class _Collected:
@@ -202,8 +270,6 @@ def _gather(
     split: Split, clients: NDArray[np.int64], sizes: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Return the samples of clients, one client after the other."""
-    if len(clients) == split.clients and (np.diff(clients) == 1).all():
-        return split.indices
     ends = np.cumsum(sizes)
     within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - sizes, sizes)
     return split.indices[np.repeat(split.offsets[clients], sizes) + within]
@@ -217,7 +283,6 @@ def _mean_by_client(values: NDArray[np.float64], sizes: NDArray[np.int64]) -> ND
     return means
 
 
-@torch.no_grad()
 def evaluate_stacked(
     network: Network,
     data: DeviceData,
@@ -247,6 +312,28 @@ def evaluate_stacked(
     dict of float64 arrays
         One value per client, NaN where a client holds no sample.
     """
+    return launch_stacked(network, data, params, still, split, clients, chunk, metrics, counting)()
+
+
+@torch.no_grad()
+def launch_stacked(
+    network: Network,
+    data: DeviceData,
+    params: Tree,
+    still: Tree,
+    split: Split,
+    clients: NDArray[np.int64],
+    chunk: int,
+    metrics: Sequence[Metric] = (),
+    counting: Counting | None = None,
+) -> Callable[[], Measured]:
+    """Do the same as :func:`evaluate_stacked`, but do not wait for the last sums of a GPU.
+
+    Returns
+    -------
+    callable
+        As for :func:`launch_shared`.
+    """
     sizes = split.offsets[clients + 1] - split.offsets[clients]
     order = np.argsort(-sizes, kind="stable")
     order = order[sizes[order] > 0]
@@ -262,13 +349,18 @@ def evaluate_stacked(
             result.setdefault(name, np.full(len(clients), np.nan))
         for name, values in wanted.values.items():
             result.setdefault(name, np.full(len(clients), np.nan))[members] = values
-    if of_chunks:
-        # Copied to the host at the end, so that it need not wait for every chunk.
-        names = list(of_chunks[0])
-        sums = torch.stack([torch.cat([own[name] for own in of_chunks]) for name in names])
-        for name, values in zip(names, sums.cpu().numpy(), strict=True):
+    if not of_chunks:
+        return lambda: result
+    # Copied to the host at the end, so that it need not wait for every chunk.
+    names = list(of_chunks[0])
+    copied = HostCopy(torch.stack([torch.cat([own[name] for own in of_chunks]) for name in names]))
+
+    def read() -> Measured:
+        for name, values in zip(names, copied.read().numpy(), strict=True):
             result[name][order] = values / sizes[order]
-    return result
+        return result
+
+    return read
 
 
 def _sums_of_chunk(

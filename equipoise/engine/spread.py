@@ -387,6 +387,13 @@ class SpreadEngine:
         )
         return {split: answers.measured(itemgetter(split)) for split in ("val", "test")}
 
+    def launch_evaluation(
+        self, model: Tree, clients: Ints, *, personal: Personal | None = None
+    ) -> Callable[[], dict[str, Measured]]:
+        """Evaluate models, and return a function that returns the values."""
+        measured = self.evaluate(model, clients, personal=personal)
+        return lambda: measured
+
     def evaluate_server(self, model: Tree) -> dict[str, Measured]:
         """Evaluate the global model on the samples that the server holds, by split."""
         return self.here.evaluate_server(model)
@@ -440,6 +447,11 @@ class SpreadEngine:
 
     def keep(self) -> None:
         """Do nothing: models that may count are copied."""
+
+    @property
+    def defers(self) -> bool:
+        """Always false: the values of all processes are there when evaluation ends."""
+        return False
 
     def while_busy(self, work: Callable[[], None]) -> None:
         """Do some work while the GPU of this process trains; without a GPU, now."""

@@ -17,7 +17,12 @@ from equipoise.engine.cohort import StackedCohort
 from equipoise.engine.contract import Personal
 from equipoise.engine.delivered import Delivered
 from equipoise.engine.encoding import open_data
-from equipoise.engine.evaluation import Measured, evaluate_shared, evaluate_stacked
+from equipoise.engine.evaluation import (
+    Measured,
+    evaluate_shared,
+    launch_shared,
+    launch_stacked,
+)
 from equipoise.engine.layout import KEPT, Layout
 from equipoise.engine.memory import Memory, MemoryStore, checked_memory
 from equipoise.engine.network import Network
@@ -143,29 +148,28 @@ class StackedEngine:
         self, model: Tree, clients: NDArray[np.int64], *, personal: Personal | None = None
     ) -> dict[str, Measured]:
         """Evaluate the global model, or personal models made from it, on ``val`` and ``test``."""
+        return self.launch_evaluation(model, clients, personal=personal)()
+
+    def launch_evaluation(
+        self, model: Tree, clients: NDArray[np.int64], *, personal: Personal | None = None
+    ) -> Callable[[], dict[str, Measured]]:
+        """Do the same as :meth:`evaluate`, but do not wait for a GPU; return what waits."""
         splits = {name: self.federation.split(name) for name in ("val", "test")}
+        wanted = (self.metrics, self.counting)
         if personal is None:
-            return {
-                name: evaluate_shared(
-                    self.network, self.data, model, split, clients, self.metrics, self.counting
+            launched = {
+                name: launch_shared(self.network, self.data, model, split, clients, *wanted)
+                for name, split in splits.items()
+            }
+        else:
+            still, own = self.personal_models(model, personal, clients)
+            launched = {
+                name: launch_stacked(
+                    self.network, self.data, own, still, split, clients, self.chunk, *wanted
                 )
                 for name, split in splits.items()
             }
-        still, own = self.personal_models(model, personal, clients)
-        return {
-            name: evaluate_stacked(
-                self.network,
-                self.data,
-                own,
-                still,
-                split,
-                clients,
-                self.chunk,
-                self.metrics,
-                self.counting,
-            )
-            for name, split in splits.items()
-        }
+        return lambda: {name: read() for name, read in launched.items()}
 
     def evaluate_server(self, model: Tree) -> dict[str, Measured]:
         """Evaluate the global model on the samples that the server holds, by split."""
@@ -286,9 +290,14 @@ class StackedEngine:
     def keep(self) -> None:
         """Do nothing: the best models are copied."""
 
+    @property
+    def defers(self) -> bool:
+        """Whether a GPU trains while the host does other work."""
+        return self.network.device.type == "cuda"
+
     def while_busy(self, work: Callable[[], None]) -> None:
         """Do some work while a GPU trains the next chunk of clients; without a GPU, now."""
-        if self.network.device.type == "cuda":
+        if self.defers:
             self.workshop.meanwhile.append(work)
         else:
             work()

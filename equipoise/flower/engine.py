@@ -185,6 +185,13 @@ class FlowerEngine:
         said = {client: answer.numbers for client, answer in answers.answered.items()}
         return measured_by(said, clients.tolist(), kind)
 
+    def launch_evaluation(
+        self, model: Tree, clients: NDArray[np.int64], *, personal: Personal | None = None
+    ) -> Callable[[], dict[str, Measured]]:
+        """Evaluate models, and return a function that returns the values."""
+        measured = self.evaluate(model, clients, personal=personal)
+        return lambda: measured
+
     @property
     def declared(self) -> Declared:
         """The values that clients may report."""
@@ -305,6 +312,11 @@ class FlowerEngine:
         return answers.failed
 
     # ---- memory ----------------------------------------------------------------------------------
+
+    @property
+    def defers(self) -> bool:
+        """Always false: clients train elsewhere."""
+        return False
 
     def while_busy(self, work: Callable[[], None]) -> None:
         """Do some work now: clients train elsewhere."""

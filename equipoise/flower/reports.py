@@ -36,7 +36,7 @@ class Number:
     judged : bool
         Whether an answer with a value outside of the range cannot be used. Otherwise the value is
         passed on, and is left out where rows of metrics are made; see
-        :func:`equipoise.run.records.client_rows`.
+        :func:`equipoise.run.client_rows.client_rows`.
 
     Examples
     --------

@@ -242,7 +242,8 @@ def train(
     engine : callable
         Makes the engine; by default the one that runs in this process.
     on_round : callable, optional
-        Called with the :class:`~equipoise.run.trainer.Progress` after every round.
+        Called with the :class:`~equipoise.run.trainer.Progress` after every round. On a GPU its
+        scores may be those of the evaluation before.
     callbacks : sequence of Callback
         Objects that are called during the run, get its models and may stop it; see
         :class:`equipoise.Callback`. They are not called if the run in the directory is finished.

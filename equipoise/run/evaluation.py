@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from equipoise.attributes import counting_of
 from equipoise.checks import UNLESS_DEFAULT, count, one_of
 from equipoise.engine.adapting import Adapting, FineTuning
 from equipoise.engine.contract import Engine, Personal, RoundCohort
+from equipoise.engine.evaluation import Measured
 from equipoise.engine.layout import Layout
 from equipoise.engine.settings import FineTune, Training
 from equipoise.errors import InputError, RunError, unknown
@@ -20,7 +23,8 @@ from equipoise.fairness import summarize
 from equipoise.federation import Federation
 from equipoise.method import Method, State, Updates
 from equipoise.metrics import Metric, check_metrics, computed, several_from
-from equipoise.run.records import Row, client_rows
+from equipoise.run.client_rows import ClientRows, Holders, client_rows
+from equipoise.run.records import Row
 from equipoise.tree import PERSONAL, Tree
 
 
@@ -215,6 +219,8 @@ class Evaluator:
         )
         self.standing = Standing()
         self.latest: dict[str, Any] = {}
+        # The clients of the latest rows, by model and split.
+        self._holders: dict[tuple[str, str], Holders] = {}
         initial = engine.network.initial()
         layout = Layout(method.local, initial)
         keeps_shared = any(not name.startswith(PERSONAL) for name in layout.kept)
@@ -258,65 +264,93 @@ class Evaluator:
             raise unknown("metric", self._by, higher, where="evaluation.select_by")
         self._sign = -1.0 if higher[self._by] else 1.0
 
-    def evaluate(
+    def launch(
         self, state: State, updates: Updates | None, cohort: RoundCohort | None
-    ) -> list[Row]:
-        """Return a row for each client, model and split.
+    ) -> Callable[[], list[ClientRows]]:
+        """Begin to evaluate the models of a round, and return what waits for their rows.
 
-        Before round 1 there are no updates and no cohort.
+        There is a row for each client, model and split. Before round 1 there are no updates and no
+        cohort.
         """
-        rows: list[Row] = []
-        everyone = np.arange(self.federation.clients)
-
-        def add(
-            clients: NDArray[np.int64], measured: Any, model: str, split: str, gaps: Any = None
-        ) -> None:
-            named = {
-                "round_": state.round,
-                "model": model,
-                "split": split,
-                "gaps": gaps,
-                "metrics": self.engine.metrics,
-                "task": self.engine.network.task,
-            }
-            rows.extend(client_rows(self.federation, clients, measured[split], **named))
-
+        launched: dict[str, tuple[NDArray[np.int64], Callable[[], dict[str, Measured]]]] = {}
         if self.has_global:
-            measured = self.engine.evaluate(self.global_model(state), everyone)
-            add(
-                everyone, measured, "global", "val", _gaps(updates, cohort, measured["val"]["loss"])
-            )
-            add(everyone, measured, "global", "test")
+            clients, model = np.arange(self.federation.clients), self.global_model(state)
+            launched["global"] = clients, self.engine.launch_evaluation(model, clients)
         if self.has_personal:
-            clients = self._with_personal_models
-            measured = self.engine.evaluate(
-                self._handed_out(state), clients, personal=self._personal(state)
+            clients, model = self._with_personal_models, self._handed_out(state)
+            launched["personal"] = (
+                clients,
+                self.engine.launch_evaluation(model, clients, personal=self._personal(state)),
             )
-            for split in ("val", "test"):
-                add(clients, measured, "personal", split)
-        if self.engine.absent:
-            rows = [row for row in rows if row["client"] not in self.engine.absent]
-        if cohort is not None:
-            # Clients send these values with their updates, so the whole cohort has sent them.
-            for split in cohort.local_metrics:
-                add(cohort.ids, cohort.local_metrics, "local", split)
+        # Only these are kept until the rows are made. The updates take as much memory as all
+        # trained models.
+        make, local_losses = partial(self._rows, state.round), _local_losses(updates, cohort)
+        # Clients send these values with their updates, so the whole cohort has sent them.
+        local = [] if cohort is None else [(cohort.ids, cohort.local_metrics)]
+
+        def rows() -> list[ClientRows]:
+            found: list[ClientRows] = []
+            for model, (clients, read) in launched.items():
+                measured = read()
+                gaps = _gaps(local_losses, measured["val"]["loss"]) if model == "global" else {}
+                present = ~np.isin(clients, list(self.engine.absent))
+                for split in ("val", "test"):
+                    columns = {name: of[present] for name, of in measured[split].items()}
+                    of_val = gaps if split == "val" else {}
+                    found.append(make(model, split, clients[present], columns, of_val))
+            for ids, of_splits in local:
+                found += [make("local", split, ids, own) for split, own in of_splits.items()]
+            return found
+
         return rows
 
-    def evaluate_server(self, state: State) -> list[Row]:
-        """Return a row for each split of the server; none without data or a global model."""
-        if not self.has_global:
-            return []
-        rows: list[Row] = []
-        for split, measured in self.engine.evaluate_server(self.global_model(state)).items():
-            values = {
-                name: float(value[0]) for name, value in measured.items() if np.isfinite(value[0])
-            }
-            if "loss" not in values:
-                raise RunError(
-                    f"round {state.round}: the {split} loss of the global model on the server's "
-                    "data is not finite"
-                )
-            rows.append({"round": state.round, "split": split, **values})
+    def _rows(
+        self,
+        round_: int,
+        model: str,
+        split: str,
+        clients: NDArray[np.int64],
+        measured: Measured,
+        gaps: Mapping[int, float] | None = None,
+    ) -> ClientRows:
+        """Return the rows of some clients, which are mostly those of the evaluation before."""
+        before = self._holders.get((model, split))
+        holders = Holders.of(self.federation, clients, split, before)
+        self._holders[model, split] = holders
+        return client_rows(
+            holders,
+            measured,
+            round_=round_,
+            model=model,
+            split=split,
+            task=self.engine.network.task,
+            gaps=gaps,
+            metrics=self.engine.metrics,
+        )
+
+    def launch_server(self, state: State) -> Callable[[], list[Row]]:
+        """Evaluate the global model on the server's data, and return what makes the rows.
+
+        There is a row for each split of the server; none without data or a global model.
+        """
+        of_splits = self.engine.evaluate_server(self.global_model(state)) if self.has_global else {}
+
+        def rows() -> list[Row]:
+            found: list[Row] = []
+            for split, measured in of_splits.items():
+                values = {
+                    name: float(value[0])
+                    for name, value in measured.items()
+                    if np.isfinite(value[0])
+                }
+                if "loss" not in values:
+                    raise RunError(
+                        f"round {state.round}: the {split} loss of the global model on the "
+                        "server's data is not finite"
+                    )
+                found.append({"round": state.round, "split": split, **values})
+            return found
+
         return rows
 
     @property
@@ -326,21 +360,19 @@ class Evaluator:
             return self.federation.seen
         return np.flatnonzero(~self.federation.unseen | (self.federation.split("train").sizes > 0))
 
-    def follow(self, round_: int, rows: list[Row], server: Sequence[Row] = ()) -> bool:
+    def follow(self, round_: int, rows: Sequence[ClientRows], server: Sequence[Row] = ()) -> bool:
         """Record the latest scores, and return whether to keep the models as the best so far."""
         shown = "personal" if self.has_personal else "global"
-        followed = [row for row in rows if row["model"] == shown and not row["unseen"]]
-        tested, judged = (
-            [row for row in followed if row["split"] == split] for split in ("test", "val")
-        )
+        of = {own.split: own for own in rows if own.model == shown and len(own.sizes_of_seen)}
+        judged = of.get("val")
         # Seen clients may have only validation data.
-        if shown_rows := tested or judged:
-            task = self.engine.network.task
+        if shown_rows := of.get("test", judged):
+            task, sizes = self.engine.network.task, shown_rows.sizes_of_seen
             # All in one group: what is shown does not depend on groups.
             summary = summarize(
-                [row[task.score] for row in shown_rows],
-                np.zeros(len(shown_rows), np.int64),
-                weights=[row["n"] for row in shown_rows],
+                shown_rows.of_seen(task.score),
+                np.zeros(len(sizes), np.int64),
+                weights=sizes,
                 higher_is_better=task.higher_is_better,
             )
             self.latest = {
@@ -350,11 +382,15 @@ class Evaluator:
             }
         on_server = self.evaluation.select_on == "server"
         if on_server:
-            judged = [row for row in server if row["split"] == "val"]
-        values = [row[self._by] for row in judged if self._by in row]
-        if not values:
+            validated = [row for row in server if row["split"] == "val"]
+            any_data = bool(validated)
+            values = np.array([row[self._by] for row in validated if self._by in row])
+        else:
+            any_data = judged is not None
+            values = judged.of_seen(self._by) if judged else np.empty(0)
+        if not len(values):
             if self.evaluation.select == "best" or self.evaluation.patience is not None:
-                what = f"a value of {self._by}" if judged else "any"
+                what = f"a value of {self._by}" if any_data else "any"
                 who = "the server does not have" if on_server else "no seen client has"
                 raise InputError(f"choosing a round needs validation data, but {who} {what}")
             return False
@@ -437,11 +473,15 @@ def intact(saved_round: int) -> str:
     return f"; the checkpoint of round {saved_round} is intact" if saved_round else ""
 
 
-def _gaps(
-    updates: Updates | None, cohort: RoundCohort | None, global_loss: NDArray[np.float64]
-) -> Mapping[int, float]:
-    local = updates.reports.get("val_loss_after") if updates else None
-    if local is None or cohort is None:
+def _local_losses(updates: Updates | None, cohort: RoundCohort | None) -> dict[int, float]:
+    """Return the validation loss of each client's model after training, if clients report it."""
+    losses = updates.reports.get("val_loss_after") if updates else None
+    if losses is None or cohort is None:
         return {}
-    gaps = global_loss[cohort.ids] - local.numpy()
-    return {int(c): float(gap) for c, gap in zip(cohort.ids, gaps, strict=True) if np.isfinite(gap)}
+    return dict(zip(cohort.ids.tolist(), losses.tolist(), strict=True))
+
+
+def _gaps(local: Mapping[int, float], global_loss: NDArray[np.float64]) -> dict[int, float]:
+    """Return the generalization gap of each client that has one."""
+    gaps = {client: float(global_loss[client]) - loss for client, loss in local.items()}
+    return {client: gap for client, gap in gaps.items() if math.isfinite(gap)}

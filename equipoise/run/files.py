@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -177,8 +177,8 @@ class Journal:
     """A file of JSON lines to which rows are appended. Without a path they are kept in memory.
 
     ``mark`` and ``rewind`` let a resumed run drop the rows written after its last checkpoint.
-    ``digest`` tells whether the rows before it are still what was written. Rows may also be written
-    later: with ``flush``, or when the journal is used otherwise.
+    ``digest`` tells whether the rows before it are still what was written. Lines may also be
+    written later: with ``flush``, or when the journal is used otherwise.
 
     Examples
     --------
@@ -191,34 +191,39 @@ class Journal:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._rows: list[str] = []
-        self._unwritten: list[Mapping[str, Any]] = []
+        self._unwritten: list[Callable[[], Iterable[str]]] = []
         self._digest = hashlib.sha256()
 
-    def append(self, rows: Iterable[Mapping[str, Any]], *, later: bool = False) -> None:
-        """Add rows at the end, or take note of rows that must not change until they are written."""
-        self._unwritten += rows
-        if not later:
-            self.flush()
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add rows at the end."""
+        self.append_later(lambda: map(json.dumps, rows))
+        self.flush()
 
-    def flush(self) -> None:
-        """Write the rows that were to be written later.
+    def append_later(self, lines: Callable[[], Iterable[str]]) -> None:
+        """Add lines at the end. They are made when they are written.
 
         Examples
         --------
         >>> journal = Journal(None)
-        >>> journal.append([{"round": 1}], later=True)
+        >>> journal.append_later(lambda: ['{"round": 1}'])
         >>> journal.flush()
         >>> journal.mark()
         1
         """
+        self._unwritten.append(lines)
+
+    def flush(self) -> None:
+        """Write the lines that were to be written later."""
         if not self._unwritten:
             return
-        lines = [json.dumps(row) for row in self._unwritten]
+        lines = [line for later in self._unwritten for line in later()]
         self._unwritten = []
+        if not lines:
+            return
         if self.path is None:
             self._rows += lines
         else:
-            content = "".join(line + "\n" for line in lines).encode()
+            content = "\n".join([*lines, ""]).encode()
             try:
                 with self.path.open("ab") as file:
                     file.write(content)

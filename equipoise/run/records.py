@@ -1,117 +1,20 @@
-"""Rows of ``metrics.jsonl``, and their summaries."""
+"""Rows of ``metrics.jsonl`` of several rounds, and summaries of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby, repeat
+from itertools import groupby
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from equipoise import fairness, parity, tasks
-from equipoise.attributes import read_column
-from equipoise.engine.evaluation import Measured
 from equipoise.federation import Federation
 from equipoise.metrics import Metric
 from equipoise.task import Task
 
 Row = dict[str, Any]
 MODELS = ("global", "personal", "local")
-
-
-def client_rows(
-    federation: Federation,
-    clients: NDArray[np.int64],
-    measured: Measured,
-    *,
-    round_: int,
-    model: str,
-    split: str,
-    gaps: Mapping[int, float] | None = None,
-    metrics: Sequence[Metric] = (),
-    task: Task | None = None,
-) -> list[Row]:
-    """Return the rows of ``metrics.jsonl``, one per client with samples in the split.
-
-    Parameters
-    ----------
-    federation : Federation
-        The federation.
-    clients : int array
-        The clients that were evaluated.
-    measured : dict of arrays
-        Loss and metrics, one value per client.
-    round_ : int
-        The number of finished rounds.
-    model : {"global", "personal", "local"}
-        The model that was evaluated.
-    split : str
-        The split.
-    gaps : mapping, optional
-        Generalization gaps of the clients that have just trained.
-    metrics : sequence of Metric
-        The metrics among the values. A value that is undefined or out of range is not in the row,
-        and ``left_out`` has the reason by the metric's name.
-    task : Task, optional
-        The task, which defines the score for rows with counts by attributes; by default that of
-        the federation.
-
-    Returns
-    -------
-    list of dict
-        In the order of ``clients``.
-    """
-    counts = {name: values for name, values in measured.items() if read_column(name)}
-    columns = {name: values for name, values in measured.items() if name not in counts}
-    sizes = federation.split(split).sizes[clients]
-    held = np.flatnonzero(sizes)
-    those = clients[held]
-    names = federation.group_names
-    # There may be a thousand clients in every round, so rows are made from lists of Python's own
-    # numbers.
-    filled: dict[str, Iterable[Any]] = {
-        "round": repeat(round_, len(held)),
-        "model": repeat(model, len(held)),
-        "split": repeat(split, len(held)),
-        "client": those.tolist(),
-        "group": [names[group] for group in federation.groups[those].tolist()],
-        "unseen": federation.unseen[those].tolist(),
-        "n": sizes[held].tolist(),
-        **{name: np.asarray(of, np.float64)[held].tolist() for name, of in columns.items()},
-    }
-    keys = tuple(filled)
-    rows: list[Row] = [
-        dict(zip(keys, values, strict=True)) for values in zip(*filled.values(), strict=True)
-    ]
-    task = task or tasks.build(federation.task)
-    for row, position in zip(rows, held.tolist(), strict=True):
-        if metrics or counts or (gaps and row["client"] in gaps):
-            own = {name: float(column[position]) for name, column in counts.items()}
-            _complete(row, gaps or {}, metrics, own, task)
-    return rows
-
-
-def _complete(
-    row: Row,
-    gaps: Mapping[int, float],
-    metrics: Sequence[Metric],
-    counts: Mapping[str, float],
-    task: Task,
-) -> None:
-    """Add a gap, why metrics are left out, and comparisons by attributes, where there are some."""
-    faults = {metric.name: metric.fault(row.get(metric.name, np.nan)) for metric in metrics}
-    left_out = {name: fault for name, fault in faults.items() if fault}
-    for name in left_out:
-        row.pop(name, None)
-    if row["client"] in gaps:
-        row["gap"] = gaps[row["client"]]
-    if left_out:
-        row["left_out"] = left_out
-    if by_attribute := parity.of_client(
-        counts, row["n"], score=task.score, higher_is_better=task.higher_is_better
-    ):
-        row["attributes"] = by_attribute
 
 
 def last_rounds(rows: Iterable[Row], count: int) -> dict[int, list[Row]]:

@@ -96,6 +96,36 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class Moment:
+    """A moment in the work of a device, which the host need not wait for.
+
+    Examples
+    --------
+    >>> cpu = torch.device("cpu")
+    >>> idle, done = Moment(cpu), Moment(cpu)
+    >>> done.time_since(idle) <= time.perf_counter()
+    True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._called = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def time_since(self, idle: Moment) -> float:
+        """Wait for the device, and return when it came here, by ``time.perf_counter``.
+
+        ``idle`` is an earlier moment at which the device had nothing to do, so that its time is
+        known.
+        """
+        if self._event is None or idle._event is None:
+            return self._called
+        self._event.synchronize()
+        return idle._called + idle._event.elapsed_time(self._event) / 1000
+
+
 class Clock:
     """Measure seconds between laps, after the device has finished."""
 
@@ -104,10 +134,14 @@ class Clock:
         self.laps: dict[str, float] = {}
         self._start = time.perf_counter()
 
-    def lap(self, name: str) -> None:
-        """Record the seconds since the last lap under a name."""
+    def lap(self, name: str, *, since: float = 0.0) -> None:
+        """Record the seconds since the last lap, or since a later time, under a name."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        now = time.perf_counter()
-        self.laps[name] = round(now - self._start, 6)
-        self._start = now
+        self._start = max(self._start, since)
+        self.lap_at(name, time.perf_counter())
+
+    def lap_at(self, name: str, end: float) -> None:
+        """Record the seconds from the last lap to a time under a name."""
+        self.laps[name] = round(end - self._start, 6)
+        self._start = end

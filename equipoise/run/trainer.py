@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +42,7 @@ from equipoise.run.records import Row
 from equipoise.run.round_rows import (
     BYTES,
     Clock,
+    Moment,
     beginning_of_row,
     cohort_and_notes,
     counted,
@@ -59,7 +59,11 @@ MakeEngine = Callable[[Federation, nn.Module, Training, Machine, int, Federation
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run after a round, with the scores of the latest evaluation, if any."""
+    """The progress of a run after a round, with the scores of the latest evaluation, if any.
+
+    On a GPU a round that is not the last one may be evaluated while the next round begins. The
+    scores are then those of the evaluation before.
+    """
 
     round: int
     rounds: int
@@ -154,6 +158,9 @@ class Trainer:
         self._saved_round = 0
         self._kept = KeptModels(directory)
         self._if_longer: dict[str, Any] | None = None
+        # What finishes the latest round, and when the device had evaluated such a round.
+        self._unfinished: Callable[[], None] | None = None
+        self._evaluated_at = 0.0
 
     @property
     def view(self) -> Federation:
@@ -204,7 +211,10 @@ class Trainer:
                     if on_round:
                         on_round(progress)
             finally:
-                self.metrics.flush()
+                try:
+                    self._finish_round()
+                finally:
+                    self.metrics.flush()
 
     @property
     def _ends_early(self) -> bool:
@@ -236,8 +246,11 @@ class Trainer:
             report_bytes = _BYTES_OF_A_REPORT * len(cohort.ids)
         if not last:
             self._trains.while_busy(lambda: self.participants.look_ahead(self.state))
+        self._trains.while_busy(self._finish_round)
         sent, trained = steps.train(prepared, cohort)
-        clock.lap("train")
+        # Without a chunk of clients to train, the engine has not called it.
+        self._finish_round()
+        clock.lap("train", since=self._evaluated_at)
         updates, who_trained = trained, cohort.ids
         if self.method.guard is not None:
             prepared, updates, cohort = steps.screen(
@@ -262,19 +275,24 @@ class Trainer:
             fewer = moved | {"bytes_up": moved["bytes_up"] - report_bytes}
             self._remember_for_longer(row | rest | counted(fewer) | written, report_bytes)
         if due:
-            self._evaluate(updates, cohort, only_as_last=only_as_last)
-            clock.lap("evaluate")
+            idle = Moment(self.engine.network.device)
+            finish = self._launch_evaluation(updates, cohort, only_as_last=only_as_last)
             row |= not_evaluated(self.engine.absent)
         row |= rest | counted(moved) | written
+        if due and self._may_finish_later(number):
+            self._finish_later(finish, idle, row, clock)
+            return self._progress(row)
+        if due:
+            finish()
+            clock.lap("evaluate")
         self._listeners.round(dict(row), evaluated=due)
         if self.stopped is not None and not due and self.evaluation.every:
             # The last round is always evaluated.
-            self._evaluate(updates, cohort)
+            self._launch_evaluation(updates, cohort)()
             row |= not_evaluated(self.engine.absent)
         if self._listeners:
             clock.lap("callbacks")
-        self.rounds.append([row])
-        self.timings.append([{"round": number, **clock.laps}])
+        self._append(row, clock)
         ends = last or self._ends_early
         if ends and self.evaluation.keep_local:
             # The trained models, not those that a guard has changed.
@@ -282,9 +300,58 @@ class Trainer:
             # Before the checkpoint, because a run that is resumed after its last round cannot
             # compute them again.
             self._kept.keep_local(self.evaluator.local_models(sent, own, cohort, number))
-        if self.directory and (ends or number % self.checkpoint_every == 0):
+        if ends or self._saves_after(number):
             self.save_checkpoint()
-        return Progress(number, self.training.rounds, row["train_loss"], **self.evaluator.latest)
+        return self._progress(row)
+
+    def _append(self, row: Row, clock: Clock) -> None:
+        self.rounds.append([row])
+        self.timings.append([{"round": row["round"], **clock.laps}])
+
+    def _progress(self, row: Row) -> Progress:
+        return Progress(
+            row["round"], self.training.rounds, row["train_loss"], **self.evaluator.latest
+        )
+
+    def _saves_after(self, number: int) -> bool:
+        """Return whether a round that is not the last one ends with a checkpoint."""
+        return self.directory is not None and number % self.checkpoint_every == 0
+
+    # ---- rounds that end while the next one is trained -------------------------------------------
+
+    def _may_finish_later(self, number: int) -> bool:
+        """Return whether nothing needs the evaluation of a round before the next one is trained."""
+        return (
+            self.engine.defers
+            and number < self.training.rounds
+            and not self._listeners
+            and self.evaluation.select == "last"
+            and self.evaluation.patience is None
+            and not self._saves_after(number)
+        )
+
+    def _finish_later(
+        self, finish: Callable[[], None], idle: Moment, row: Row, clock: Clock
+    ) -> None:
+        """Let :meth:`_finish_round` wait for an evaluation and write the rows of its round.
+
+        A round whose evaluation fails has no rows, as if the host had waited at once.
+        """
+        launched = Moment(self.engine.network.device)
+
+        def finish_round() -> None:
+            finish()
+            self._evaluated_at = launched.time_since(idle)
+            clock.lap_at("evaluate", self._evaluated_at)
+            self._append(row, clock)
+
+        self._unfinished = finish_round
+
+    def _finish_round(self) -> None:
+        """Finish the round before, if its evaluation was launched only."""
+        unfinished, self._unfinished = self._unfinished, None
+        if unfinished is not None:
+            unfinished()
 
     def _steps(self, number: int) -> RoundSteps:
         return RoundSteps(number, self.method, self.view, self._begun_finite, self._saved_round)
@@ -295,43 +362,53 @@ class Trainer:
             return
         clock = Clock(self.engine.network.device)
         self._remember_for_longer()
-        self._evaluate(only_as_last=True)
+        self._launch_evaluation(only_as_last=True)()
         clock.lap("evaluate")
         self.timings.append([{"round": 0, **clock.laps}])
         self.save_checkpoint()
 
     # ---- evaluation ------------------------------------------------------------------------------
 
-    def _evaluate(
+    def _launch_evaluation(
         self,
         updates: Updates | None = None,
         cohort: RoundCohort | None = None,
         *,
         only_as_last: bool = False,
-    ) -> None:
-        rows = self.evaluator.evaluate(self.state, updates, cohort)
-        for row in rows:
-            if not math.isfinite(row["loss"]):
-                what = f"{row['split']} loss of the {row['model']} model"
-                raise diverged(
-                    row["round"], what, row["client"], self.federation, self._saved_round
-                )
-        self.metrics.append(rows, later=True)
-        # A callback may read the file.
-        if self._listeners:
-            self.metrics.flush()
-        else:
-            self._trains.while_busy(self.metrics.flush)
-        of_server = self.evaluator.evaluate_server(self.state)
-        if of_server:
-            self.server.append(of_server)
-        if self.evaluator.follow(self.state.round, rows, of_server):
-            best = self.evaluator.models(self.state)
-            self.engine.keep()
-            # The models of the last round can be made from the checkpoint. So the file keeps those
-            # of the best round before, which a longer run may need.
-            self._kept.keep_best(best, write=not only_as_last)
-        self._listeners.evaluated(rows)
+    ) -> Callable[[], None]:
+        """Begin to evaluate the models of a round, and return what waits and records the values."""
+        state = self.state
+        read, read_server = (
+            self.evaluator.launch(state, updates, cohort),
+            self.evaluator.launch_server(state),
+        )
+
+        def finish() -> None:
+            rows = read()
+            for own in rows:
+                if (client := own.diverged()) is not None:
+                    what = f"{own.split} loss of the {own.model} model"
+                    raise diverged(own.round, what, client, self.federation, self._saved_round)
+            for own in rows:
+                self.metrics.append_later(own.lines)
+            # A callback may read the file.
+            if self._listeners:
+                self.metrics.flush()
+            else:
+                self._trains.while_busy(self.metrics.flush)
+            of_server = read_server()
+            if of_server:
+                self.server.append(of_server)
+            if self.evaluator.follow(state.round, rows, of_server):
+                best = self.evaluator.models(state)
+                self.engine.keep()
+                # The models of the last round can be made from the checkpoint. So the file keeps
+                # those of the best round before, which a longer run may need.
+                self._kept.keep_best(best, write=not only_as_last)
+            if self._listeners:
+                self._listeners.evaluated([row for own in rows for row in own])
+
+        return finish
 
     @property
     def has_global(self) -> bool:

@@ -12,7 +12,7 @@ from sklearn.metrics import f1_score
 from torch import nn
 
 from equipoise import tasks
-from equipoise.engine import chunking
+from equipoise.engine import chunking, evaluation
 from equipoise.engine.data import DeviceData
 from equipoise.engine.evaluation import evaluate_shared, evaluate_stacked
 from equipoise.engine.network import Network
@@ -178,6 +178,32 @@ def test_clients_that_hold_the_same_samples_have_the_values_of_one_of_them():
         ]
         np.testing.assert_allclose(found[name], wanted, rtol=1e-12)
         assert found[name][0] == found[name][2]
+
+
+@pytest.mark.parametrize("lists", [HELD, [[4, 2, 9], [], [9, 2, 4], [4, 2, 9], [30, 2]]])
+def test_the_order_of_samples_is_kept_for_all_clients_of_a_split(lists, monkeypatch):
+    network, data, _ = setting()
+    split, other = Split.from_lists(lists), Split.from_lists(lists[::-1])
+    made, of = [], evaluation._gather
+    monkeypatch.setattr(evaluation, "_gather", lambda *args: made.append(args) or of(*args))
+
+    def values(split, clients):
+        return evaluate_shared(network, data, network.initial(), split, np.array(clients))["loss"]
+
+    first = values(split, range(CLIENTS))
+    made.clear()
+    np.testing.assert_array_equal(values(split, range(CLIENTS)), first)
+    assert not made
+    # Not for others, and not for another split.
+    np.testing.assert_allclose(values(split, [2, 0]), first[[2, 0]], rtol=1e-12)
+    np.testing.assert_allclose(values(split, range(CLIENTS)[::-1]), first[::-1], rtol=1e-12)
+    np.testing.assert_allclose(values(other, range(CLIENTS)), first[::-1], rtol=1e-12)
+    assert list(data.orders) == [split, other]
+    # Nothing is kept for a split that is gone.
+    del other
+    made.clear()
+    gc.collect()
+    assert list(data.orders) == [split]
 
 
 @pytest.mark.parametrize("personal", [False, True])

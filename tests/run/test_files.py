@@ -166,8 +166,8 @@ def test_a_journal_in_memory_goes_back_to_its_mark(before, after, again):
 def test_rows_that_are_written_later_are_there_when_the_journal_is_used(use, tmp_path):
     path = tmp_path / "rows.jsonl"
     journal, plain = Journal(path), Journal(None)
-    journal.append([{"round": 1}], later=True)
-    journal.append([{"round": 2}], later=True)
+    journal.append_later(lambda: ['{"round": 1}'])
+    journal.append_later(lambda: ['{"round": 2}'])
     assert not path.exists()
     {
         "flush": journal.flush,
@@ -179,7 +179,7 @@ def test_rows_that_are_written_later_are_there_when_the_journal_is_used(use, tmp
     }[use]()
     assert path.read_text() == '{"round": 1}\n{"round": 2}\n'
     assert journal.digest == hashlib.sha256(path.read_bytes()).hexdigest()
-    plain.append([{"round": 1}], later=True)
+    plain.append_later(lambda: ['{"round": 1}'])
     assert plain.mark() == 1
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,9 @@ import torch
 from equipoise import Evaluation, Federation, fairness, tasks, train
 from equipoise.federation import Split
 from equipoise.metrics import Metric
-from equipoise.run.records import client_rows, summarize_rows
+from equipoise.metrics import build as build_metric
+from equipoise.run.client_rows import Holders, client_rows
+from equipoise.run.records import summarize_rows
 from tests.run.small import rows_of, small_run
 
 TASK = tasks.build("classification")
@@ -66,15 +70,15 @@ def test_rows_hold_the_clients_with_samples_in_their_order():
         "accuracy": np.array([1.0, np.nan, 0.0, 0.5]),
     }
     rows = client_rows(
-        four_clients(),
-        np.arange(4),
+        Holders.of(four_clients(), np.arange(4), "test"),
         measured,
         round_=3,
         model="global",
         split="test",
+        task=TASK,
         gaps={2: 0.125},
     )
-    assert rows == [
+    assert list(rows) == [
         row(0, 1.0, group="x", n=2, loss=0.5),
         row(2, 0.0, group="x", n=1, loss=0.25, gap=0.125),
         row(3, 0.5, group="z", n=3, unseen=True, loss=2.0),
@@ -83,10 +87,93 @@ def test_rows_hold_the_clients_with_samples_in_their_order():
 
 def test_rows_of_some_clients_take_their_values_by_position():
     measured = {"loss": np.array([7.0, 8.0])}
-    rows = client_rows(
-        four_clients(), np.array([3, 0]), measured, round_=1, model="personal", split="test"
-    )
+    holders = Holders.of(four_clients(), np.array([3, 0]), "test")
+    rows = client_rows(holders, measured, round_=1, model="personal", split="test", task=TASK)
     assert [(r["client"], r["n"], r["loss"]) for r in rows] == [(3, 3, 7.0), (0, 2, 8.0)]
+
+
+@pytest.mark.parametrize(
+    ("gaps", "metrics", "names"),
+    [
+        ({}, (), ("x", "y", "z")),
+        ({2: 0.125}, (), ("ä%s", '"y"', "%")),
+        ({0: 1e-17}, (build_metric("auroc"),), ("x", "y", "z")),
+    ],
+    ids=["plain", "gap", "metric"],
+)
+def test_lines_of_rows_are_those_of_json(gaps, metrics, names):
+    measured = {
+        "loss": np.array([0.1, np.nan, 1 / 3, 1e300]),
+        "accuracy": np.array([1.0, np.nan, np.inf, np.nan]),
+        "auroc": np.array([0.5, np.nan, np.nan, 7.0]),
+        "50%": np.array([-0.0, np.nan, 5e-324, 1e16]),
+    }
+    federation = replace(four_clients(), group_names=names)
+    rows = client_rows(
+        Holders.of(federation, np.arange(4), "test"),
+        measured,
+        round_=3,
+        model="global",
+        split="test",
+        task=TASK,
+        gaps=gaps,
+        metrics=metrics,
+    )
+    assert rows.lines() == [json.dumps(row) for row in rows]
+    assert len(rows.lines()) == len(rows) == 3
+    # Clients 2 and 3 have no valid AUROC.
+    assert len(rows.special) == len(gaps) + (2 if metrics else 0)
+
+
+def test_no_client_with_samples_gives_no_line():
+    holders = Holders.of(four_clients(), np.arange(4), "val")
+    measured = {"loss": np.full(4, np.nan)}
+    rows = client_rows(holders, measured, round_=1, model="global", split="val", task=TASK)
+    assert (rows.lines(), list(rows), rows.diverged()) == ([], [], None)
+
+
+def test_columns_of_seen_clients_leave_out_rows_without_a_value():
+    metric = build_metric("auroc")
+    measured = {"loss": np.array([0.5, np.nan, 0.25, 2.0]), "auroc": np.array([np.nan, 0, 0.75, 1])}
+    rows = client_rows(
+        Holders.of(four_clients(), np.arange(4), "test"),
+        measured,
+        round_=1,
+        model="global",
+        split="test",
+        task=TASK,
+        metrics=[metric],
+    )
+    # Client 3 is unseen, and client 1 has no samples.
+    assert rows.of_seen("loss").tolist() == [0.5, 0.25]
+    assert rows.sizes_of_seen.tolist() == [2, 1]
+    assert rows.of_seen("auroc").tolist() == [0.75]
+    assert rows.of_seen("other").tolist() == []
+
+
+def test_the_first_client_whose_loss_is_not_finite_is_named():
+    measured = {"loss": np.array([0.5, np.nan, -np.inf, np.nan])}
+    holders = Holders.of(four_clients(), np.arange(4), "test")
+    rows = client_rows(holders, measured, round_=1, model="global", split="test", task=TASK)
+    assert rows.diverged() == 2
+
+
+def test_clients_are_described_again_only_if_something_has_changed():
+    federation, clients = four_clients(), np.arange(4)
+    before = Holders.of(federation, clients, "test")
+    assert Holders.of(federation, clients.copy(), "test", before) is before
+    changed = [
+        (federation, clients[::-1], "test"),
+        (federation, clients[:3], "test"),
+        (federation, clients, "train"),
+        (replace(federation, groups=np.array([0, 1, 2, 2])), clients, "test"),
+        (replace(federation, group_names=("x", "y", "u")), clients, "test"),
+        (replace(federation, unseen=np.zeros(4, bool)), clients, "test"),
+    ]
+    for arguments in changed:
+        found, fresh = Holders.of(*arguments, before), Holders.of(*arguments)
+        assert found is not before
+        assert found.texts == fresh.texts
 
 
 def test_a_summary_worked_out_by_hand():
