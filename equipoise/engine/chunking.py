@@ -31,8 +31,9 @@ _PARAMETER_COPIES, _ACTIVATION_COPIES = 8, 12
 _GPU_FULL = {"float32": 1 << 30, "tf32": 1 << 30, "bfloat16": 1 << 30, "float64": 1 << 30}
 # Samples of a pass without gradient: enough to keep a device busy. Large models look at fewer, so
 # that the activations of all layers together stay bounded. On a CPU, convolutions of one model do
-# best within its caches.
-_PASS, _CPU_CONVOLVED_PASS = 4096, 64
+# best within its caches. On a GPU a pass is so many times as large: launching the kernels of a pass
+# takes the host about a millisecond, which is longer than a small model needs for 4096 samples.
+_PASS, _CPU_CONVOLVED_PASS, _GPU_TIMES = 4096, 64, 4
 _PASS_ACTIVATIONS = {"cpu": 1 << 27, "cuda": 1 << 32}
 
 
@@ -162,8 +163,10 @@ def samples_a_pass(network: Network, models: int) -> int:
     >>> samples_a_pass(cnn, 1), samples_a_pass(cnn, 10)
     (64, 4096)
     """
-    lone_on_cpu = models == 1 and network.device.type == "cpu"
-    most = _CPU_CONVOLVED_PASS if lone_on_cpu and _convolves(network) else _PASS
+    on_cpu = network.device.type == "cpu"
+    most = _PASS if on_cpu else _GPU_TIMES * _PASS
+    if on_cpu and models == 1 and _convolves(network):
+        most = _CPU_CONVOLVED_PASS
     return min(most, _within_memory(network, network.activations))
 
 

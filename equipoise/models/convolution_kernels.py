@@ -110,6 +110,12 @@ def _shift(
     return place * DILATION - PADDING
 
 
+@triton.jit
+def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """Return the larger of two numbers, and anything that is not a number."""
+    return tl.where((b > a) | (b != b), b, a)
+
+
 @triton.jit(do_not_specialize=["tiles", "samples", "origin"])
 def convolution(
     x: tl.tensor,
@@ -145,6 +151,9 @@ def convolution(
     TRANSPOSED: tl.constexpr,
     BIASED: tl.constexpr,
     RELU: tl.constexpr,
+    POOL_DOWN: tl.constexpr,
+    POOL_ACROSS: tl.constexpr,
+    CHANNELS_INNERMOST: tl.constexpr,
     PRECISION: tl.constexpr,
     PACKED: tl.constexpr,
     M: tl.constexpr,
@@ -155,6 +164,9 @@ def convolution(
 
     The gradient is made for one phase of pixels at a time: those whose rows, and columns, leave
     the same remainder after division by the stride meet the same places of the kernel.
+
+    With windows of more than one pixel, POOL_DOWN by POOL_ACROSS, only the maximum of each is
+    written. The pixels of a window follow one another in the tile.
 
     ``origin`` is zero, which the compiler must not know: see ``ORIGIN``.
     """
@@ -170,9 +182,19 @@ def convolution(
     result = (tile % TILES) * N + tl.arange(0, N)
     phase = tile // TILES % (PHASES_DOWN * PHASES_ACROSS)
     pixel = (tile // (TILES * PHASES_DOWN * PHASES_ACROSS)) * M + tl.arange(0, M)
-    sample = pixel // (PHASE_ROWS * PHASE_COLUMNS)
-    row = pixel % (PHASE_ROWS * PHASE_COLUMNS) // PHASE_COLUMNS
-    column = pixel % PHASE_COLUMNS
+    WINDOW: tl.constexpr = POOL_DOWN * POOL_ACROSS
+    POOLED_ROWS: tl.constexpr = ROWS // POOL_DOWN
+    POOLED_COLUMNS: tl.constexpr = COLUMNS // POOL_ACROSS
+    if WINDOW > 1:
+        window = pixel // WINDOW
+        sample = window // (POOLED_ROWS * POOLED_COLUMNS)
+        row = window % (POOLED_ROWS * POOLED_COLUMNS) // POOLED_COLUMNS * POOL_DOWN
+        row += pixel % WINDOW // POOL_ACROSS
+        column = window % POOLED_COLUMNS * POOL_ACROSS + pixel % POOL_ACROSS
+    else:
+        sample = pixel // (PHASE_ROWS * PHASE_COLUMNS)
+        row = pixel % (PHASE_ROWS * PHASE_COLUMNS) // PHASE_COLUMNS
+        column = pixel % PHASE_COLUMNS
     phase_down, phase_across = phase // PHASES_ACROSS, phase % PHASES_ACROSS
     exists = (sample < samples)[:, None]
     top, left = (row * MOVE_DOWN)[:, None], (column * MOVE_ACROSS)[:, None]
@@ -242,15 +264,24 @@ def convolution(
     if RELU:
         # What is not a number stays so.
         total = tl.where(total <= 0, 0.0, total)
-    to_row = row * PHASES_DOWN + phase_down
-    to_column = column * PHASES_ACROSS + phase_across
-    inside = exists & ((to_row < ROWS) & (to_column < COLUMNS))[:, None]
-    to = ((client * samples + sample) * ROWS + to_row) * COLUMNS + to_column
-    tl.store(
-        y + to[:, None] * RESULTS + result[None, :],
-        total.to(y.dtype.element_ty),
-        mask=inside & (result < RESULTS)[None, :],
-    )
+    if WINDOW > 1:
+        total = tl.reduce(tl.reshape(total, (M // WINDOW, WINDOW, N)), 1, _larger)
+        PLACES: tl.constexpr = POOLED_ROWS * POOLED_COLUMNS
+        window = (tile // TILES) * (M // WINDOW) + tl.arange(0, M // WINDOW)
+        sample, place = (window // PLACES).to(tl.int64), window % PLACES
+        inside = (sample < samples)[:, None]
+        to = ((client * samples + sample) * (PLACES * RESULTS))[:, None]
+        if CHANNELS_INNERMOST:
+            to += place[:, None] * RESULTS + result[None, :]
+        else:
+            to += result[None, :] * PLACES + place[:, None]
+    else:
+        to_row = row * PHASES_DOWN + phase_down
+        to_column = column * PHASES_ACROSS + phase_across
+        inside = exists & ((to_row < ROWS) & (to_column < COLUMNS))[:, None]
+        of_pixel = ((client * samples + sample) * ROWS + to_row) * COLUMNS + to_column
+        to = of_pixel[:, None] * RESULTS + result[None, :]
+    tl.store(y + to, total.to(y.dtype.element_ty), mask=inside & (result < RESULTS)[None, :])
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.models.dropout import Dropout
 from equipoise.models.frozen import transforms
 from equipoise.models.kernel_modules import module_with_triton
 from equipoise.models.norm_layers import BatchNorm
@@ -71,6 +72,28 @@ class Convolution(nn.Conv2d):
             return made if self.channels_innermost else made.contiguous()
         y = super().forward(self._laid_out(x)) if self._in_groups(x) else self._by_patches(x)
         return y.relu() if relu else y
+
+    def convolved_and_pooled(
+        self, x: Tensor, window: tuple[int, int], *, flattened: bool
+    ) -> Tensor | None:
+        """Convolve a batch, apply a ReLU and max-pooling in one kernel; ``None`` if there is none.
+
+        ``flattened``: whether the result is made a vector, for which channels must be outermost.
+        """
+        size = window[0] * window[1]
+        # A tile of the kernel has a power of two of pixels, and whole windows.
+        fits = x.dim() == 4 and size in (2, 4, 8, 16) and not _is_depthwise(self)
+        if not fits or (kernels := _convolutions(x, self.weight)) is None:
+            return None
+        geometry = kernels.Geometry(self.stride, self.padding, self.dilation)
+        height, width = geometry.size((x.shape[2], x.shape[3]), self.kernel_size)
+        if height < window[0] or width < window[1]:
+            return None
+        innermost = self.channels_innermost and not flattened
+        made: Tensor = kernels.convolve_and_pool(
+            x, self.weight, self.bias, geometry, window, channels_innermost=innermost
+        )
+        return made
 
     def _laid_out(self, x: Tensor) -> Tensor:
         """Lay images out as a CPU convolves them fastest, if results may lie in any layout.
@@ -157,7 +180,8 @@ class Sequential(nn.Sequential):
     """A sequence of layers in which a neighbour does the work of a ReLU, stacked on a GPU.
 
     The kernels of convolutions and BatchNorm set negative results to zero before they write them.
-    Where max-pooling follows, its kernel does: the maximum is the same, and so is the gradient.
+    Where max-pooling follows, its kernel does: the maximum is the same, and so is the gradient. In
+    evaluation of a shared model, which needs no gradient, the kernel of a convolution also pools.
     """
 
     @staticmethod
@@ -185,6 +209,9 @@ class Sequential(nn.Sequential):
         layers: list[nn.Module | None] = [*self, None]
         index = 0
         while (layer := layers[index]) is not None:
+            if forward.shared and (pooled := _pooled_at_once(x, layers[index:])) is not None:
+                x, index = pooled, index + 3
+                continue
             after, index = layers[index + 1], index + 1
             if _is_relu(layer) and type(after) is MaxPool and not has_hooks(after):
                 x, index = after.pooled(x, relu=True), index + 1
@@ -197,6 +224,22 @@ class Sequential(nn.Sequential):
             else:
                 x = layer(x)
         return x
+
+
+def _pooled_at_once(x: Tensor, layers: list[nn.Module | None]) -> Tensor | None:
+    """Return what a convolution, a ReLU and max-pooling make of a batch, if one kernel can do it.
+
+    ``layers`` are all that follow, and ``None``.
+    """
+    first, relu, pool = (*layers[:3], None, None)[:3]
+    if type(first) is not Convolution or not _is_relu(relu) or type(pool) is not MaxPool:
+        return None
+    if has_hooks(first) or has_hooks(pool) or torch.is_grad_enabled() or transforms():
+        return None
+    # Dropout does nothing in evaluation.
+    behind = next((layer for layer in layers[3:] if type(layer) is not Dropout), None)
+    flattened = type(behind) is nn.Flatten and (behind.start_dim, behind.end_dim) == (1, -1)
+    return first.convolved_and_pooled(x, pool.window, flattened=flattened)
 
 
 def _is_relu(layer: nn.Module | None) -> bool:

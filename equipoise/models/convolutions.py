@@ -141,18 +141,27 @@ def convolution(
     *,
     size: tuple[int, int] | None = None,
     relu: bool = False,
+    window: tuple[int, int] = (1, 1),
+    channels_innermost: bool = True,
     tile: Tile | None = None,
 ) -> Tensor:
-    """Convolve, or with the ``size`` of an image return the gradient by that image."""
+    """Convolve, or with the ``size`` of an image return the gradient by that image.
+
+    With a ``window`` of several pixels the result is the maximum over windows, for which no
+    gradient can be computed. Its product must be a power of two.
+    """
     clients, samples, channels, height, width = x.shape
     transposed = size is not None
     kernel = weight.shape[3], weight.shape[4]
     results = channels if geometry.depthwise else weight.shape[2 if transposed else 1]
     rows, columns = geometry.size((height, width), kernel) if size is None else size
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    y = torch.empty(clients, samples, rows, columns, results, dtype=dtype, device=x.device)
+    pooled = rows // window[0], columns // window[1]
+    shape = (*pooled, results) if channels_innermost else (results, *pooled)
+    y = torch.empty(clients, samples, *shape, dtype=dtype, device=x.device)
+    laid_out = y.permute(0, 1, 4, 2, 3) if channels_innermost else y
     if y.numel() == 0:
-        return y.permute(0, 1, 4, 2, 3)
+        return laid_out
     tensors = None if bias is None else bias.contiguous(), y
     options = _named(x, (rows, columns), kernel, geometry)
     options |= {"TRANSPOSED": transposed, "BIASED": bias is not None, "RELU": relu}
@@ -173,11 +182,14 @@ def convolution(
                 N=_CHANNELS,
                 **options,
             )
-        return y.permute(0, 1, 4, 2, 3)
+        return laid_out
     tile = tile or convolution_tile(channels, results, rows * columns, precision)
     matrix = packed(weight, transposed, precision)
     down, across = geometry.stride if transposed else (1, 1)
     pixels = samples * triton.cdiv(rows, down) * triton.cdiv(columns, across)
+    if window != (1, 1):
+        # The last rows and columns may be in no window.
+        pixels = samples * math.prod(pooled) * math.prod(window)
     tiles = triton.cdiv(pixels, tile.rows) * down * across * triton.cdiv(results, tile.columns)
     with torch.cuda.device_of(x):
         kernels.convolution[(tiles * clients,)](
@@ -193,12 +205,15 @@ def convolution(
             RESULTS=results,
             STEP_DOWN=_step(geometry, 0) if transposed else 1,
             STEP_ACROSS=_step(geometry, 1) if transposed else 1,
+            POOL_DOWN=window[0],
+            POOL_ACROSS=window[1],
+            CHANNELS_INNERMOST=channels_innermost,
             PRECISION=precision,
             PACKED=_packs(channels, tile.inner) and (down, across) == (1, 1),
             **options,
             **tile.options,
         )
-    return y.permute(0, 1, 4, 2, 3)
+    return laid_out
 
 
 def weight_gradient(
@@ -406,6 +421,50 @@ def convolve(
     how = geometry, precision or precision_on(x.device), relu
     y = StackedConvolution.apply(x.unsqueeze(0), weight.unsqueeze(0), of_bias, *how)
     return one_client(y)
+
+
+def convolve_and_pool(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+    window: tuple[int, int],
+    *,
+    channels_innermost: bool,
+    precision: str | None = None,
+) -> Tensor:
+    """Convolve a batch, set negative results to zero, and take the maximum over windows.
+
+    For evaluation: it writes what follows max-pooling only, so there is no gradient. The numbers
+    are those of :func:`convolve` and max-pooling.
+
+    Parameters
+    ----------
+    x, weight, bias, geometry, precision
+        As for :func:`convolve`. Convolutions that are depthwise are not supported.
+    window : tuple of int
+        Height and width of a window, whose product is a power of two. Windows neither overlap nor
+        leave gaps.
+    channels_innermost : bool
+        Whether channels are innermost in memory in the result, or outermost.
+
+    Returns
+    -------
+    Tensor
+        ``[samples, results, height, width]``.
+    """
+    of_bias = None if bias is None else bias.unsqueeze(0)
+    y = convolution(
+        x.unsqueeze(0),
+        weight.unsqueeze(0),
+        of_bias,
+        geometry,
+        precision or precision_on(x.device),
+        relu=True,
+        window=window,
+        channels_innermost=channels_innermost,
+    )
+    return y.squeeze(0)
 
 
 class StackedConvolution(torch.autograd.Function):

@@ -33,7 +33,7 @@ from tests.models.stacks import serve_layers
 pytest.importorskip("triton", reason="needs Triton, which is not made for this system")
 
 from equipoise.models import convolutions, kernels, norms
-from equipoise.models.convolutions import Geometry, Tile, convolve
+from equipoise.models.convolutions import Geometry, Tile, convolve, convolve_and_pool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Largest error over the largest value. A weight's gradient in TF32 is more accurate than that.
@@ -464,6 +464,84 @@ def test_a_step_of_a_whole_model_copies_no_images(name, everywhere, monkeypatch)
         assert float((found[parameter] - other).abs().max()) <= 1e-4 * scale, parameter
 
 
+POOLED = {
+    "pairs": (3, 5, (6, 8), (3, 3), Geometry(padding=(1, 1)), (2, 2)),
+    "rows and columns in no window": (2, 17, (8, 7), (3, 3), Geometry(), (4, 2)),
+    "one window": (4, 3, (2, 3), (1, 1), Geometry(), (2, 1)),
+    "stride": (16, 4, (9, 9), (3, 2), Geometry((2, 1), (1, 1)), (1, 2)),
+}
+
+
+@pytest.mark.parametrize("channels_innermost", [True, False])
+@pytest.mark.parametrize("precision", ["ieee", "split", "tf32", "bfloat16"])
+@pytest.mark.parametrize("case", POOLED)
+def test_a_convolution_that_pools_gives_the_bits_of_both_layers(
+    case, precision, channels_innermost
+):
+    *sizes, geometry, window = POOLED[case]
+    (x,), (weight,), (bias,) = parts(*sizes, clients=1, samples=3)
+    x = channels_last(x)
+    x[1, 0, 0, 0] = float("nan")
+    for own in (bias, None):
+        made = convolve(x, weight, own, geometry, relu=True, precision=precision)
+        wanted = F.max_pool2d(made.float(), window).to(made.dtype)
+        found = convolve_and_pool(
+            x,
+            weight,
+            own,
+            geometry,
+            window,
+            channels_innermost=channels_innermost,
+            precision=precision,
+        )
+        assert torch.equal(found.isnan(), wanted.isnan())
+        assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+        assert lies_channels_last(found) if channels_innermost else found.is_contiguous()
+
+
+@pytest.fixture
+def poolings(everywhere, monkeypatch):
+    """Whether channels were innermost in the results of convolutions that pooled."""
+    monkeypatch.setattr(Sequential, "on_device", staticmethod(lambda x: True))
+    found = []
+
+    def noted(*given, **options):
+        found.append(options["channels_innermost"])
+        return convolve_and_pool(*given, **options)
+
+    monkeypatch.setattr(convolutions, "convolve_and_pool", noted)
+    return found
+
+
+@pytest.mark.parametrize("why_not", [None, "hooks", "gradient", "overlap", "nine in a window"])
+def test_convolutions_pool_in_evaluation(why_not, poolings):
+    pools = {"overlap": nn.MaxPool2d(2, 1), "nine in a window": nn.MaxPool2d(3)}
+    pool = pools.get(why_not, nn.MaxPool2d(2))
+    first, second = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 2, 3, padding=1)
+    behind = nn.Dropout(0.5), nn.Flatten()
+    layers = nn.Sequential(first, nn.ReLU(), pool, second, nn.ReLU(), pool, *behind).to(DEVICE)
+    x = normal(3, 2, 9, 9)
+    with torch.no_grad():
+        wanted = layers.eval().double()(x.double())
+    if why_not == "hooks":
+        for layer in layers:
+            layer.register_forward_hook(lambda *_: None)
+    shared = Forward(train=False, shared=True)
+    with forward_pass(shared), torch.set_grad_enabled(why_not == "gradient"):
+        found = convert(layers.float())(x)
+    assert_near(found, wanted, 1e-5)
+    # The second result becomes vectors, so its channels are outermost.
+    assert poolings == ([True, False] if why_not is None else [])
+
+
+def test_an_image_without_a_window_is_refused_as_by_pytorch(poolings):
+    layers = convert(nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.MaxPool2d((4, 1))).to(DEVICE))
+    shared = forward_pass(Forward(train=False, shared=True))
+    with shared, torch.no_grad(), pytest.raises(RuntimeError, match="too small"):
+        layers(normal(3, 2, 5, 5))
+    assert not poolings
+
+
 @pytest.mark.parametrize("name", ["cnn4", "bncnn", "resnet18"])
 def test_a_shared_model_is_evaluated_by_the_same_kernels(name, everywhere, monkeypatch):
     monkeypatch.setattr(Sequential, "on_device", staticmethod(lambda x: True))
@@ -529,6 +607,20 @@ def test_sizes_of_real_models(case, precision):
     assert all(torch.equal(own, other) for own, other in zip(again, found, strict=True))
     alone = [tensor[:1] for tensor in tensors]
     assert torch.equal(stacked(geometry, precision=precision)(*alone), found[0][:1])
+
+
+@needs_gpu
+@pytest.mark.parametrize("channels_innermost", [True, False])
+@pytest.mark.parametrize("precision", ["split", "tf32", "bfloat16"])
+@pytest.mark.parametrize("case", ["pfl 2", "grey", "twelve channels"])
+def test_pooling_of_real_models(case, precision, channels_innermost):
+    channels, results, size, kernel, geometry = LARGE[case]
+    (x,), (weight,), (bias,) = parts(channels, results, size, kernel, clients=1, samples=300)
+    how = {"precision": precision}
+    made = convolve(channels_last(x), weight, bias, geometry, relu=True, **how)
+    how["channels_innermost"] = channels_innermost
+    found = convolve_and_pool(channels_last(x), weight, bias, geometry, (2, 2), **how)
+    assert torch.equal(found, F.max_pool2d(made.float(), 2).to(made.dtype))
 
 
 @needs_gpu
