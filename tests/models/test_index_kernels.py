@@ -1,0 +1,268 @@
+"""The terms of Client2Vec's loss by kernels, against PyTorch's operations.
+
+They run on a GPU, or slowly on the CPU in Triton's interpreter: ``TRITON_INTERPRET=1``.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch.func import grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from equipoise.methods import build as method_named
+from equipoise.methods import client2vec
+from equipoise.models import build
+from equipoise.optimizers import optimizer_named
+from tests.engine.comparison import distance
+from tests.engine.federations import images
+from tests.models.stacks import CLIENTS, DEVICE, normal
+from tests.rounds import play
+
+pytest.importorskip("triton", reason="needs Triton, which only PyTorch's GPU builds bring")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a GPU that PyTorch can use, or TRITON_INTERPRET=1", allow_module_level=True)
+
+from equipoise.models import index_kernels
+
+WEIGHT = 0.7
+SMALL = {"channels": (4, 3), "pools": 1, "hidden": (5,)}
+# Samples, classes and indices.
+SHAPES = [(1, 2, 1), (5, 10, 100), (9, 3, 7), (4, 1, 16), (3, 1000, 33), (2, 17, 1030)]
+
+
+def plain(values, scores, others, products, weight=WEIGHT):
+    own, other = scores.log_softmax(1), others.log_softmax(1)
+    terms = (own.exp() * (own - other)).sum(1)
+    return values + weight * (terms if products is None else terms + products.abs().mean(1))
+
+
+def ours(values, scores, others, products, weight=WEIGHT):
+    assert index_kernels.fit(values, scores, others, products)
+    return index_kernels.add_terms(values, scores, others, products, weight)
+
+
+def given(samples, classes, indices, clients=CLIENTS):
+    """Return losses, the scores of both heads, and products, some of which are zero."""
+    shapes = [(samples,), (samples, classes), (samples, classes), (samples, indices)]
+    made = [3 * normal(clients, *shape, seed=seed) for seed, shape in enumerate(shapes)]
+    made[3][:, :, ::5] = 0.0
+    return made
+
+
+def value_and_gradients(terms, inputs, towards):
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    y = terms(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, towards.to(y.dtype))]
+
+
+def assert_near(found, wanted):
+    for own, other in zip(found, wanted, strict=True):
+        assert own.dtype == torch.float32
+        torch.testing.assert_close(own.double(), other, rtol=1e-5, atol=1e-5)
+
+
+def without_products(terms):
+    return lambda values, scores, others: terms(values, scores, others, None)
+
+
+@pytest.mark.parametrize("orthogonal", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_terms_and_their_gradients(shape, orthogonal):
+    inputs, towards = given(*shape), normal(CLIENTS, shape[0], seed=9)
+    own, other = ours, plain
+    if not orthogonal:
+        inputs, own, other = inputs[:3], without_products(ours), without_products(plain)
+    found = value_and_gradients(vmap(own), inputs, towards)
+    wanted = value_and_gradients(vmap(other), [tensor.double() for tensor in inputs], towards)
+    assert_near(found, wanted)
+    for client in range(CLIENTS):
+        alone = value_and_gradients(own, [tensor[client] for tensor in inputs], towards[client])
+        assert all(
+            torch.equal(one, all_[client]) for one, all_ in zip(alone, found, strict=True)
+        ), "a client has the same bits alone"
+
+
+def test_all_classes_of_a_row_are_used_with_large_scores():
+    values, scores, others, products = given(4, 20, 3)
+    inputs = [values, 60 * scores, 20 * others - 500, 1e4 * products]
+    towards = normal(CLIENTS, 4, seed=9)
+    found = value_and_gradients(vmap(ours), inputs, towards)
+    wanted = value_and_gradients(vmap(plain), [tensor.double() for tensor in inputs], towards)
+    for own, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own.double(), other, rtol=2e-4, atol=1e-4)
+
+
+def test_clients_along_any_axis_and_rows_apart_in_memory():
+    inputs, towards = given(6, 5, 7), normal(CLIENTS, 6, seed=9)
+    wanted = value_and_gradients(vmap(ours), inputs, towards)
+    odd = [tensor.transpose(1, -1).contiguous().transpose(1, -1) for tensor in inputs]
+    odd[0] = inputs[0].t().contiguous()
+    odd[1] = torch.stack([odd[1], odd[1]], -1)[..., 0]
+    found = value_and_gradients(vmap(ours, in_dims=(1, 0, 0, 0)), odd, towards)
+    found[1] = found[1].t()
+    assert all(torch.equal(own, other) for own, other in zip(found, wanted, strict=True))
+
+
+def test_scores_that_all_clients_share():
+    values, scores, others, products = given(4, 5, 3)
+    dims = (0, 0, None, 0)
+    inputs, towards = [values, scores, others[0], products], normal(CLIENTS, 4, seed=9)
+    found = value_and_gradients(vmap(ours, in_dims=dims), inputs, towards)
+    wanted = value_and_gradients(
+        vmap(plain, in_dims=dims), [tensor.double() for tensor in inputs], towards
+    )
+    assert_near(found, wanted)
+
+
+def test_one_gradient_for_all_samples():
+    """The gradient of a sum is a single number in memory, and padding has the gradient zero."""
+    inputs = given(6, 5, 7)
+    for reduced in (lambda y: y.sum(), lambda y: (y[:, :4]).sum()):
+        own, other = (
+            value_and_gradients(
+                lambda *leaves, terms=terms: reduced(vmap(terms)(*leaves)),
+                tensors,
+                torch.tensor(2.0, device=DEVICE),
+            )
+            for terms, tensors in ((ours, inputs), (plain, [each.double() for each in inputs]))
+        )
+        assert_near(own, other)
+
+
+def test_padding_does_not_change_other_rows():
+    inputs, towards = given(6, 5, 7), normal(CLIENTS, 6, seed=9)
+    found = value_and_gradients(vmap(ours), inputs, towards)
+    for tensor in inputs:
+        tensor[:, 4:] = 1e30
+    changed = value_and_gradients(vmap(ours), inputs, towards)
+    for own, other in zip(changed, found, strict=True):
+        assert torch.equal(own[:, :4], other[:, :4])
+
+
+def test_no_samples():
+    inputs = given(0, 5, 7)
+    found = value_and_gradients(vmap(ours), inputs, normal(CLIENTS, 0))
+    assert [tensor.shape for tensor in found[1:]] == [tensor.shape for tensor in inputs]
+
+
+def test_gradients_inside_vmap_and_second_derivatives():
+    inputs = given(4, 5, 7)
+
+    def of_gradient(terms):
+        def first(values, scores, others, products):
+            def value(scores, others, products):
+                return terms(values, scores, others, products).square().sum()
+
+            found = grad(value, argnums=(0, 1, 2))(scores, others, products)
+            return sum(each.sin().sum() for each in found)
+
+        return vmap(grad(first, argnums=(0, 1, 2, 3)))
+
+    found = of_gradient(ours)(*inputs)
+    wanted = of_gradient(plain)(*(tensor.double() for tensor in inputs))
+    for own, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own.double(), other, rtol=1e-3, atol=1e-3)
+
+
+def test_other_types_and_too_many_classes_do_not_fit(monkeypatch):
+    values, scores, others, products = (tensor[0] for tensor in given(4, 5, 7))
+    assert index_kernels.fit(values, scores, others, products)
+    assert not index_kernels.fit(values.double(), scores, others, products)
+    assert not index_kernels.fit(values, scores, others.bfloat16(), products)
+    assert not index_kernels.fit(values, scores, others, products[:, :0])
+    monkeypatch.setattr(index_kernels, "_MOST_CLASSES", 4)
+    assert not index_kernels.fit(values, scores, others, products)
+
+
+class Counted(TorchDispatchMode):
+    """Count the operations that write memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        allocates = func.name().startswith(("aten::empty", "aten::new_empty"))
+        views = any(result.alias_info is not None for result in func._schema.returns)
+        self.count += not allocates and not views and "unsafe_view" not in func.name()
+        return made
+
+
+def test_how_many_operations_the_terms_take(monkeypatch):
+    launches = []
+
+    class Listed:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            launches.append(grid)
+            return lambda *inputs, **options: None
+
+    for name in ("_add_terms", "_term_gradients"):
+        monkeypatch.setattr(index_kernels, name, Listed(getattr(index_kernels, name)))
+    inputs, towards, counts = given(4, 5, 7), normal(CLIENTS, 4), []
+    for terms in (plain, ours):
+        with Counted() as counted:
+            value_and_gradients(vmap(terms), inputs, towards)
+        counts.append(counted.count)
+    assert len(launches) == 2
+    assert counts[1] == 0
+    assert counts[0] >= 20
+
+
+# ---- in the method -------------------------------------------------------------------------------
+
+
+def trained(precision, chunk, **options):
+    """Two steps of clients with 1, 3 and 5 samples, so that batches are padded."""
+    method = method_named("client2vec", uses=["training"], weight=WEIGHT, **options)
+    module = method.extend(build("bncnn", shape=(2, 5, 5), classes=4, **SMALL), (2, 5, 5), 0)
+    return play(
+        method,
+        images(sizes=[1, 3, 5]),
+        module.double(),
+        [np.arange(3)],
+        chunk=chunk,
+        precision=precision,
+        batch_size=4,
+        epochs=1,
+        optimizer=optimizer_named("sgd", lr=0.05),
+    ).model
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Use the kernels on this device, and list their calls."""
+    made = []
+
+    def listed(*inputs, add_terms=index_kernels.add_terms):
+        made.append(inputs[3] is not None)
+        return add_terms(*inputs)
+
+    monkeypatch.setattr(index_kernels, "add_terms", listed)
+    monkeypatch.setattr(client2vec, "_kernels_for", lambda scores: index_kernels)
+    return made
+
+
+@pytest.mark.parametrize("orthogonal", [True, False])
+@pytest.mark.parametrize(("precision", "error"), [("float32", 1e-5), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_a_round_equals_plain_operations(chunk, precision, error, orthogonal, calls, monkeypatch):
+    found = trained(precision, chunk, orthogonal=orthogonal)
+    assert calls
+    assert set(calls) == {orthogonal}
+    calls.clear()
+    monkeypatch.setattr(client2vec, "_kernels_for", lambda scores: None)
+    assert distance(found, trained(precision, chunk, orthogonal=orthogonal)) <= error
+    assert not calls
+
+
+def test_float64_is_left_to_pytorch(calls):
+    trained("float64", 3)
+    assert not calls
