@@ -19,21 +19,16 @@ from torch import Tensor
 
 from equipoise.models.kernel_tools import all_merged
 
-# Rows of a program, and scores that it holds at a time. With more classes it has fewer rows.
+# Rows of a program, and scores that fit its registers. With more classes it has fewer rows.
 _ROWS, _SCORES = 4, 4096
-# Classes beyond which a row does not fit the registers of a program.
-_MOST_CLASSES = 1 << 14
 # Products that a program reads at a time.
 _PRODUCTS = 1024
 
 
 @triton.jit
-def _log_probabilities(
-    scores: tl.tensor, at: tl.tensor, inside: tl.tensor, real: tl.tensor
-) -> tl.tensor:
-    """Load scores and return the logarithm of their softmax; zero beyond the classes."""
-    # Rows that do not exist are zeros, because minus infinity less minus infinity is not a number.
-    values = tl.where(real, tl.load(scores + at, mask=inside, other=0.0), float("-inf"))
+def _log_probabilities(scores: tl.tensor, real: tl.tensor) -> tl.tensor:
+    """Return the logarithm of the softmax of each row; zero beyond the classes."""
+    values = tl.where(real, scores, float("-inf"))
     values -= tl.max(values, 1)[:, None]
     return tl.where(real, values - tl.log(tl.sum(tl.exp(values), 1))[:, None], 0.0)
 
@@ -65,8 +60,8 @@ def _add_terms(
     exists, column = row < rows, tl.arange(0, CLASSES)
     real = (column < classes)[None, :]
     at, inside = row[:, None] * classes + column[None, :], exists[:, None] & real
-    own = _log_probabilities(scores, at, inside, real)
-    other = _log_probabilities(others, at, inside, real)
+    own = _log_probabilities(tl.load(scores + at, mask=inside, other=0.0), real)
+    other = _log_probabilities(tl.load(others + at, mask=inside, other=0.0), real)
     total = _divergence(own, other, real)
     if ORTHOGONAL:
         along = tl.arange(0, PRODUCTS)
@@ -108,8 +103,8 @@ def _term_gradients(
     real = (column < classes)[None, :]
     at, inside = row[:, None] * classes + column[None, :], exists[:, None] & real
     share = tl.load(upper + row * u_row, mask=exists, other=0.0) * weight
-    own = _log_probabilities(scores, at, inside, real)
-    other = _log_probabilities(others, at, inside, real)
+    own = _log_probabilities(tl.load(scores + at, mask=inside, other=0.0), real)
+    other = _log_probabilities(tl.load(others + at, mask=inside, other=0.0), real)
     distance = _divergence(own, other, real)
     probability = tl.exp(own)
     by_own = probability * (own - other - distance[:, None])
@@ -139,7 +134,7 @@ def fit(values: Tensor, scores: Tensor, others: Tensor, products: Tensor | None)
     given = [values, scores, others] if products is None else [values, scores, others, products]
     return (
         all(tensor.dtype == torch.float32 for tensor in given)
-        and 0 < scores.shape[1] <= _MOST_CLASSES
+        and 0 < scores.shape[1] <= _SCORES
         and (products is None or products.shape[1] > 0)
     )
 
