@@ -398,11 +398,21 @@ class Client2Vec(Wrapper):
         """Add ``weight`` times L_orth + L_dist to the loss of each sample."""
         client.network.task.require_labels("client2vec.uses: training compares class probabilities")
         projected = client.part(_PROJECTION, client.features().flatten(1))
-        scores, others = client.output(), client.part(_CLASSIFIER, projected)
-        products = projected @ client.sent["index"]["features"].T if self.orthogonal else None
-        kernels = _kernels_for(scores)
+        scores, kernels = client.output(), _kernels_for(projected)
+        index = client.sent["index"]["features"] if self.orthogonal else None
+        made: Tensor
+        if kernels is not None and client.network.autocast is None:
+            # The kernels apply the classifier themselves.
+            weight, bias = (client.params[f"{_CLASSIFIER}.{name}"] for name in ("weight", "bias"))
+            if kernels.fit_head(values, scores, projected, weight, index):
+                made = kernels.add_head_terms(
+                    values, scores, projected, (weight, bias), index, self.weight
+                )
+                return made
+        others = client.part(_CLASSIFIER, projected)
+        products = None if index is None else projected @ index.T
         if kernels is not None and kernels.fit(values, scores, others, products):
-            made: Tensor = kernels.add_terms(values, scores, others, products, self.weight)
+            made = kernels.add_terms(values, scores, others, products, self.weight)
             return made
         of_z, of_projected = (each.log_softmax(1) for each in (scores, others))
         terms = (of_z.exp() * (of_z - of_projected)).sum(1)
@@ -469,9 +479,9 @@ def rested(last: Tensor, round_: int, ban: float, count: int) -> Tensor:
     return allowed
 
 
-def _kernels_for(scores: Tensor) -> Any:
-    """Return the module of GPU kernels for scores, or ``None`` if there is none."""
-    return module_with_triton("index_kernels", scores.device) if scores.is_cuda else None
+def _kernels_for(x: Tensor) -> Any:
+    """Return the module of kernels for tensors on a GPU, or ``None`` if there is none."""
+    return module_with_triton("index_kernels", x.device) if x.is_cuda else None
 
 
 def _moves_features(part: str, prefix: str) -> bool:

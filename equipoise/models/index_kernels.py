@@ -2,9 +2,10 @@
 
 There are few numbers: two rows of scores and a row of products for each sample. With PyTorch's
 operations these terms take more than twenty launches a step, here one forward and one backward. The
-backward pass computes the probabilities again instead of reading them.
+backward pass computes the probabilities again instead of reading them. With few classes the same
+kernels multiply the projections by the weights of their classifier and by the index.
 
-Each row is computed from its own numbers only, in a fixed order. Only imported if Triton is
+Each row is computed from its own client's numbers only, in a fixed order. Only imported if Triton is
 installed: see ``equipoise.models.kernel_modules``.
 """
 
@@ -17,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from equipoise.models.kernel_tools import all_merged
+from equipoise.models.convolutions import precision_on
+from equipoise.models.kernel_tools import all_merged, one_client
+from equipoise.models.products import stages
 
 # Rows of a program, and scores that fit its registers. With more classes it has fewer rows.
 _ROWS, _SCORES = 4, 4096
@@ -69,9 +72,7 @@ def _add_terms(
         for done in range(0, count, PRODUCTS):
             place = done + along
             there = exists[:, None] & (place < count)[None, :]
-            given = tl.load(
-                products + row[:, None] * count + place[None, :], mask=there, other=0.0
-            )
+            given = tl.load(products + row[:, None] * count + place[None, :], mask=there, other=0.0)
             sums += tl.sum(tl.abs(given), 1)
         total += sums / count
     before = tl.load(values + row, mask=exists, other=0.0)
@@ -120,6 +121,342 @@ def _term_gradients(
             given = tl.load(products + where, mask=there, other=0.0)
             signed = tl.where(given > 0, each, tl.where(given < 0, -each, 0.0))
             tl.store(of_products + where, signed, mask=there)
+
+
+# ---- with the products ---------------------------------------------------------------------------
+
+# Classes beyond which the products are left to PyTorch, and samples and columns of a program.
+_FEW_CLASSES, _SAMPLES, _COLUMNS = 128, 16, 64
+# Indices and columns that a program multiplies at a time, and how it is run.
+_INDICES, _WIDTH, _WARPS, _STAGES = 128, 64, 8, 3
+# Size in bytes of the tiles that are loaded while others are multiplied, at most.
+_STAGE = 4 * max(_WIDTH, _COLUMNS) * (_INDICES + 2 * _SAMPLES)
+# How products are made, by the precision that is asked for.
+_ARITHMETIC = {"ieee": "ieee", "split": "tf32x3", "tf32": "tf32"}
+
+
+@triton.jit
+def _product(
+    batch: tl.tensor,
+    exists: tl.tensor,
+    matrix: tl.tensor,
+    number: tl.tensor,
+    count: tl.tensor,
+    width: tl.tensor,
+    ARITHMETIC: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
+    """Multiply rows, to which ``batch`` points, by the rows ``number`` of a matrix with ``count``.
+
+    ``exists`` tells which rows of the batch there are.
+    """
+    along = tl.arange(0, WIDTH)
+    left = batch[:, None] + along[None, :]
+    right = matrix + (number[:, None] * width + along[None, :])
+    known = (number < count)[:, None]
+    total = tl.zeros((batch.shape[0], number.shape[0]), dtype=tl.float32)
+    for done in range(0, width, WIDTH):
+        inside = (along < width - done)[None, :]
+        given = tl.load(left + done, mask=exists[:, None] & inside, other=0.0)
+        factors = tl.load(right + done, mask=known & inside, other=0.0)
+        total = tl.dot(given, tl.trans(factors), total, input_precision=ARITHMETIC)
+    return total
+
+
+@triton.jit(do_not_specialize=["samples", "blocks"])
+def _add_head_terms(
+    values: tl.tensor,
+    scores: tl.tensor,
+    projected: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    index: tl.tensor,
+    y: tl.tensor,
+    others: tl.tensor,
+    products: tl.tensor,
+    samples: tl.tensor,
+    classes: tl.tensor,
+    count: tl.tensor,
+    width: tl.tensor,
+    blocks: tl.tensor,
+    i_client: tl.tensor,
+    factor: tl.tensor,
+    ORTHOGONAL: tl.constexpr,
+    ARITHMETIC: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    CLASSES: tl.constexpr,
+    INDICES: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Write the losses of some samples of a client with the terms added, and the products."""
+    client = (tl.program_id(0) // blocks).to(tl.int64)
+    sample = (tl.program_id(0) % blocks) * SAMPLES + tl.arange(0, SAMPLES)
+    exists, column = sample < samples, tl.arange(0, CLASSES)
+    real = (column < classes)[None, :]
+    row = client * samples + sample
+    at, inside = row[:, None] * classes + column[None, :], exists[:, None] & real
+    batch, own_weight = projected + row * width, weight + client * classes * width
+    other = _product(batch, exists, own_weight, column, classes, width, ARITHMETIC, WIDTH)
+    added = tl.load(bias + client * classes + column, mask=column < classes, other=0.0)
+    other += added[None, :]
+    tl.store(others + at, other, mask=inside)
+    own = _log_probabilities(tl.load(scores + at, mask=inside, other=0.0), real)
+    total = _divergence(own, _log_probabilities(other, real), real)
+    if ORTHOGONAL:
+        sums = tl.zeros((SAMPLES,), dtype=tl.float32)
+        vectors = index + client * i_client
+        for done in range(0, count, INDICES):
+            number = done + tl.arange(0, INDICES)
+            found = _product(batch, exists, vectors, number, count, width, ARITHMETIC, WIDTH)
+            there = exists[:, None] & (number < count)[None, :]
+            tl.store(products + row[:, None] * count + number[None, :], found, mask=there)
+            sums += tl.sum(tl.abs(found), 1)
+        total += sums / count
+    before = tl.load(values + row, mask=exists, other=0.0)
+    tl.store(y + row, before + factor * total, mask=exists)
+
+
+@triton.jit(do_not_specialize=["samples", "blocks", "tiles"])
+def _head_term_gradients(
+    upper: tl.tensor,
+    scores: tl.tensor,
+    others: tl.tensor,
+    products: tl.tensor,
+    weight: tl.tensor,
+    index: tl.tensor,
+    of_scores: tl.tensor,
+    of_others: tl.tensor,
+    of_projected: tl.tensor,
+    samples: tl.tensor,
+    classes: tl.tensor,
+    count: tl.tensor,
+    width: tl.tensor,
+    blocks: tl.tensor,
+    i_client: tl.tensor,
+    factor: tl.tensor,
+    tiles: tl.tensor,
+    u_client: tl.tensor,
+    u_sample: tl.tensor,
+    ORTHOGONAL: tl.constexpr,
+    ARITHMETIC: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    CLASSES: tl.constexpr,
+    INDICES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Write some columns of the gradient by a client's projections, and those by all scores."""
+    tile, place = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    client = (place // blocks).to(tl.int64)
+    sample = (place % blocks) * SAMPLES + tl.arange(0, SAMPLES)
+    exists, column = sample < samples, tl.arange(0, CLASSES)
+    real = (column < classes)[None, :]
+    row = client * samples + sample
+    at, inside = row[:, None] * classes + column[None, :], exists[:, None] & real
+    share = tl.load(upper + client * u_client + sample * u_sample, mask=exists, other=0.0) * factor
+    own = _log_probabilities(tl.load(scores + at, mask=inside, other=0.0), real)
+    other = _log_probabilities(tl.load(others + at, mask=inside, other=0.0), real)
+    probability = tl.exp(own)
+    # Zero beyond the classes.
+    by_other = share[:, None] * (tl.exp(other) - probability)
+    if tile == 0:
+        distance = _divergence(own, other, real)
+        by_own = probability * (own - other - distance[:, None])
+        tl.store(of_scores + at, share[:, None] * by_own, mask=inside)
+        tl.store(of_others + at, by_other, mask=inside)
+    along = tile * COLUMNS + tl.arange(0, COLUMNS)
+    ahead = (along < width)[None, :]
+    own_weight = weight + client * classes * width
+    factors = tl.load(
+        own_weight + column[:, None] * width + along[None, :],
+        mask=(column < classes)[:, None] & ahead,
+        other=0.0,
+    )
+    total = tl.dot(by_other, factors, input_precision=ARITHMETIC)
+    if ORTHOGONAL:
+        each = (share / count)[:, None]
+        for done in range(0, count, INDICES):
+            number = done + tl.arange(0, INDICES)
+            there = exists[:, None] & (number < count)[None, :]
+            given = tl.load(
+                products + row[:, None] * count + number[None, :], mask=there, other=0.0
+            )
+            signed = tl.where(given > 0, each, tl.where(given < 0, -each, 0.0))
+            vectors = tl.load(
+                index + client * i_client + (number[:, None] * width + along[None, :]),
+                mask=(number < count)[:, None] & ahead,
+                other=0.0,
+            )
+            total = tl.dot(signed, vectors, total, input_precision=ARITHMETIC)
+    tl.store(
+        of_projected + row[:, None] * width + along[None, :], total, mask=exists[:, None] & ahead
+    )
+
+
+def fit_head(
+    values: Tensor, scores: Tensor, projected: Tensor, weight: Tensor, index: Tensor | None
+) -> bool:
+    """Return whether :func:`add_head_terms` can serve: float32, and not too many classes."""
+    given = [values, scores, projected, weight, *([] if index is None else [index])]
+    return (
+        all(tensor.dtype == torch.float32 for tensor in given)
+        and weight.shape[0] == scores.shape[1] <= _FEW_CLASSES
+        # Places in an index are numbers of 32 bits.
+        and (index is None or 0 < index.numel() < 1 << 30)
+    )
+
+
+def add_head_terms(
+    values: Tensor,
+    scores: Tensor,
+    projected: Tensor,
+    layer: tuple[Tensor, Tensor],
+    index: Tensor | None,
+    factor: float,
+) -> Tensor:
+    """Do what :func:`add_terms` does, and make the products, too; see :func:`fit_head`.
+
+    Parameters
+    ----------
+    values, scores : Tensor
+        As for :func:`add_terms`.
+    projected : Tensor
+        The projections, ``[samples, width]``.
+    layer : tuple of Tensor
+        Weights ``[classes, width]`` and bias ``[classes]`` of the projection's classifier.
+    index : Tensor or None
+        ``[indices, width]``, constant.
+    factor : float
+        The weight of both terms.
+
+    Returns
+    -------
+    Tensor
+        ``[samples]``.
+    """
+    given = (values, scores, projected, *layer, index)
+    stacked = (None if tensor is None else tensor.unsqueeze(0) for tensor in given)
+    y, _, _ = HeadTerms.apply(*stacked, factor, precision_on(projected.device))
+    return one_client(y)
+
+
+class HeadTerms(torch.autograd.Function):
+    """What :func:`add_head_terms` does for clients stacked along a leading axis.
+
+    It also returns the scores of the projection's classifier and the products with the index.
+    """
+
+    @staticmethod
+    def forward(
+        values: Tensor,
+        scores: Tensor,
+        projected: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        index: Tensor | None,
+        factor: float,
+        precision: str,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Multiply, and add the terms."""
+        y, others = _empty(values), _empty(scores)
+        products = None if index is None else scores.new_empty(*values.shape, index.shape[1])
+        if values.numel() > 0:
+            given = _rows(values, scores, projected, weight, bias)
+            vectors, sizes, options = _head_cut(projected, weight, index, precision)
+            with torch.cuda.device_of(scores):
+                _add_head_terms[(sizes[-2] * len(values),)](
+                    *given, vectors, y, others, products, *sizes, factor, WIDTH=_WIDTH, **options
+                )
+        return y, others, products
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        """Keep what the gradients need."""
+        _, *used, ctx.factor, ctx.precision = inputs
+        scores, projected, weight, bias, index = used
+        _, others, products = output
+        ctx.mark_non_differentiable(*(each for each in (others, products) if each is not None))
+        ctx.save_for_backward(scores, projected, weight, bias, index, others, products)
+
+    @staticmethod
+    def backward(ctx: Any, upper: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        """Return the gradients by losses, scores, projections, and weights and bias."""
+        scores, projected, weight, bias, index, others, products = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # These gradients will be differentiated in turn, which the kernel cannot be.
+            others = projected @ weight.mT + bias.unsqueeze(-2)
+            products = None if index is None else projected @ index.mT
+            of_scores, of_others, of_products = _plain_gradients(
+                upper * ctx.factor, scores, others, products
+            )
+            of_projected = of_others @ weight
+            if of_products is not None:
+                of_projected = of_projected + of_products @ index
+        else:
+            of_scores, of_others, of_projected = map(_empty, (scores, others, projected))
+            if scores.numel() > 0:
+                vectors, sizes, options = _head_cut(projected, weight, index, ctx.precision)
+                tiles = triton.cdiv(projected.shape[2], _COLUMNS)
+                with torch.cuda.device_of(scores):
+                    _head_term_gradients[(tiles * sizes[-2] * len(scores),)](
+                        upper,
+                        *_rows(scores, others, products, weight),
+                        vectors,
+                        of_scores,
+                        of_others,
+                        of_projected,
+                        *sizes,
+                        ctx.factor,
+                        tiles,
+                        *upper.stride(),
+                        COLUMNS=_COLUMNS,
+                        **options,
+                    )
+        of_weight = of_others.mT @ projected
+        return upper, of_scores, of_projected, of_weight, of_others.sum(-2), None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], *inputs: Any
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Count stacked clients among the clients there already are."""
+        made = HeadTerms.apply(*all_merged(info, in_dims, inputs, tensors=6))
+        apart = tuple(
+            None if tensor is None else tensor.unflatten(0, (info.batch_size, -1))
+            for tensor in made
+        )
+        return apart, tuple(None if tensor is None else 0 for tensor in made)
+
+
+def _head_cut(
+    projected: Tensor, weight: Tensor, index: Tensor | None, precision: str
+) -> tuple[Tensor | None, tuple[int, ...], dict[str, Any]]:
+    """Choose what programs work on.
+
+    Returns
+    -------
+    tuple
+        The index, which clients may share; the numbers of samples, classes, indices, columns and
+        blocks of samples, and how far apart the indices of clients are; and options of the kernels.
+    """
+    samples, width = projected.shape[1:]
+    classes, count = weight.shape[1], 0 if index is None else index.shape[1]
+    if index is not None and index.stride()[1:] != (width, 1):
+        index = index.contiguous()
+    apart = 0 if index is None else index.stride(0)
+    sizes = samples, classes, count, width, triton.cdiv(samples, _SAMPLES), apart
+    options = {"ORTHOGONAL": index is not None, "ARITHMETIC": _ARITHMETIC[precision]}
+    options |= {"SAMPLES": _SAMPLES, "CLASSES": _padded(classes)}
+    options |= {"INDICES": min(_INDICES, _padded(count)), "num_warps": _WARPS}
+    options["num_stages"] = stages(projected.device, _STAGE, _STAGES)
+    return index, sizes, options
+
+
+def _padded(count: int) -> int:
+    """Return the next power of two, at least 16, which products need."""
+    return max(16, triton.next_power_of_2(count))
+
+
+# ---- without the products ------------------------------------------------------------------------
 
 
 def fit(values: Tensor, scores: Tensor, others: Tensor, products: Tensor | None) -> bool:
@@ -174,7 +511,7 @@ class Terms(torch.autograd.Function):
         values: Tensor, scores: Tensor, others: Tensor, products: Tensor | None, weight: float
     ) -> Tensor:
         """Add the terms."""
-        y = torch.empty_like(values, memory_format=torch.contiguous_format)
+        y = _empty(values)
         if len(values) == 0:
             return y
         given = _rows(values, scores, others, products)
@@ -196,12 +533,7 @@ class Terms(torch.autograd.Function):
         if torch.is_grad_enabled():
             # These gradients will be differentiated in turn, which the kernel cannot be.
             return upper, *_plain_gradients(upper * ctx.weight, scores, others, products), None
-        made = [
-            None
-            if tensor is None
-            else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-            for tensor in (scores, others, products)
-        ]
+        made = [None if tensor is None else _empty(tensor) for tensor in (scores, others, products)]
         if len(upper) > 0:
             programs, options = _cut(scores, products)
             with torch.cuda.device_of(scores):
@@ -223,6 +555,11 @@ class Terms(torch.autograd.Function):
         return made.unflatten(0, (info.batch_size, -1)), 0
 
 
+def _empty(like: Tensor) -> Tensor:
+    """Return new memory for a tensor of the same shape."""
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
 def _rows(*tensors: Tensor | None) -> list[Tensor | None]:
     """Return tensors whose rows follow each other in memory."""
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
@@ -236,10 +573,10 @@ def _sizes(scores: Tensor, products: Tensor | None) -> tuple[int, int, int]:
 def _cut(scores: Tensor, products: Tensor | None) -> tuple[int, dict[str, Any]]:
     """Choose how many programs there are, and what each of them works on."""
     rows, classes, count = _sizes(scores, products)
-    width = max(16, triton.next_power_of_2(classes))
+    width = _padded(classes)
     of_program = min(_ROWS, max(1, _SCORES // width))
     options = {"ROWS": of_program, "CLASSES": width, "ORTHOGONAL": products is not None}
-    options["PRODUCTS"] = min(_PRODUCTS, max(16, triton.next_power_of_2(count)))
+    options["PRODUCTS"] = min(_PRODUCTS, _padded(count))
     return triton.cdiv(rows, of_program), options
 
 
@@ -247,9 +584,9 @@ def _plain_gradients(
     share: Tensor, scores: Tensor, others: Tensor, products: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients by operations that can be differentiated."""
-    own, other, each = scores.log_softmax(1), others.log_softmax(1), share.unsqueeze(1)
+    own, other, each = scores.log_softmax(-1), others.log_softmax(-1), share.unsqueeze(-1)
     probability, apart = own.exp(), own - other
-    distance = (probability * apart).sum(1, keepdim=True)
-    of_products = None if products is None else each * products.sgn() / products.shape[1]
+    distance = (probability * apart).sum(-1, keepdim=True)
+    of_products = None if products is None else each * products.sgn() / products.shape[-1]
     by_own = probability * (apart - distance)
     return each * by_own, each * (other.exp() - probability), of_products

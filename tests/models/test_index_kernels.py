@@ -214,6 +214,108 @@ def test_how_many_operations_the_terms_take(monkeypatch):
     assert counts[0] >= 20
 
 
+# ---- with the products ---------------------------------------------------------------------------
+
+# Samples, classes, indices and the width of the projection.
+HEADS = [(1, 2, 1, 3), (5, 10, 100, 70), (17, 3, 7, 65), (4, 1, 16, 64), (33, 100, 130, 20)]
+
+
+def plain_head(values, scores, projected, weight, bias, index=None):
+    products = None if index is None else projected @ index.T
+    return plain(values, scores, projected @ weight.T + bias, products)
+
+
+def our_head(values, scores, projected, weight, bias, index=None):
+    assert index_kernels.fit_head(values, scores, projected, weight, index)
+    return index_kernels.add_head_terms(values, scores, projected, (weight, bias), index, WEIGHT)
+
+
+def given_head(samples, classes, indices, width):
+    """Return what is trained, and the index."""
+    shapes = [(samples,), (samples, classes), (samples, width), (classes, width), (classes,)]
+    made = [normal(CLIENTS, *shape, seed=seed) for seed, shape in enumerate(shapes)]
+    return made, normal(indices, width, seed=8)
+
+
+def with_index(terms, index):
+    return lambda *inputs: terms(*inputs, None if index is None else index.to(inputs[0].dtype))
+
+
+@pytest.fixture(autouse=True)
+def without_tf32(monkeypatch):
+    """Otherwise products on a GPU may differ by more than float32 rounds."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.mark.parametrize("orthogonal", [True, False])
+@pytest.mark.parametrize("shape", HEADS, ids=str)
+def test_terms_with_products_and_their_gradients(shape, orthogonal):
+    inputs, index = given_head(*shape)
+    index, towards = index if orthogonal else None, normal(CLIENTS, shape[0], seed=9)
+    own = with_index(our_head, index)
+    found = value_and_gradients(vmap(own), inputs, towards)
+    wanted = value_and_gradients(
+        vmap(with_index(plain_head, index)), [tensor.double() for tensor in inputs], towards
+    )
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+    # The gradients by weights and bias are sums of PyTorch, which may depend on the stack.
+    for client in range(CLIENTS):
+        alone = value_and_gradients(own, [tensor[client] for tensor in inputs], towards[client])
+        assert all(torch.equal(alone[i], found[i][client]) for i in range(4)), "the same bits"
+
+
+def test_tensors_with_products_may_lie_anywhere_in_memory():
+    inputs, index = given_head(6, 5, 7, 9)
+    towards = normal(CLIENTS, 1, seed=9).expand(CLIENTS, 6)
+    wanted = value_and_gradients(vmap(with_index(our_head, index)), inputs, towards)
+    odd = [tensor.transpose(1, -1).contiguous().transpose(1, -1) for tensor in inputs]
+    for strange in (index.t().contiguous().t(), torch.stack([index, index], 1)[:, 0]):
+        found = value_and_gradients(vmap(with_index(our_head, strange)), odd, towards)
+        assert all(torch.equal(own, other) for own, other in zip(found, wanted, strict=True))
+    own_index = torch.stack([index] * CLIENTS)
+    found = vmap(our_head)(*inputs, own_index)
+    assert torch.equal(found, wanted[0])
+
+
+def test_gradients_with_products_inside_vmap_and_second_derivatives():
+    inputs, index = given_head(4, 5, 7, 6)
+
+    def of_gradient(terms):
+        def first(*inputs):
+            def value(*inputs):
+                return with_index(terms, index)(*inputs).square().sum()
+
+            found = grad(value, argnums=(1, 2, 3, 4))(*inputs)
+            return sum(each.sin().sum() for each in found)
+
+        return vmap(grad(first, argnums=(0, 1, 2, 3, 4)))
+
+    found = of_gradient(our_head)(*inputs)
+    wanted = of_gradient(plain_head)(*(tensor.double() for tensor in inputs))
+    for own, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own.double(), other, rtol=1e-3, atol=1e-3)
+
+
+def test_no_samples_with_products():
+    inputs, index = given_head(0, 5, 7, 6)
+    found = value_and_gradients(vmap(with_index(our_head, index)), inputs, normal(CLIENTS, 0))
+    assert [tensor.shape for tensor in found[1:]] == [tensor.shape for tensor in inputs]
+    assert all(not tensor.any() for tensor in found[4:])
+
+
+def test_other_types_and_many_classes_do_not_fit_with_products(monkeypatch):
+    inputs, index = given_head(4, 5, 7, 6)
+    values, scores, projected, weight, _ = (tensor[0] for tensor in inputs)
+    assert index_kernels.fit_head(values, scores, projected, weight, index)
+    assert not index_kernels.fit_head(values.double(), scores, projected, weight, index)
+    assert not index_kernels.fit_head(values, scores, projected.bfloat16(), weight, index)
+    assert not index_kernels.fit_head(values, scores[:, :4], projected, weight, index)
+    assert not index_kernels.fit_head(values, scores, projected, weight, index[:0])
+    monkeypatch.setattr(index_kernels, "_FEW_CLASSES", 4)
+    assert not index_kernels.fit_head(values, scores, projected, weight, index)
+
+
 # ---- in the method -------------------------------------------------------------------------------
 
 
@@ -236,29 +338,50 @@ def trained(precision, chunk, **options):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Use the kernels on this device, and list their calls."""
+    """Use the kernels on this device, and list the functions that are called."""
     made = []
 
-    def listed(*inputs, add_terms=index_kernels.add_terms):
-        made.append(inputs[3] is not None)
-        return add_terms(*inputs)
+    def listed(name, function):
+        def call(*inputs):
+            made.append(name)
+            return function(*inputs)
 
-    monkeypatch.setattr(index_kernels, "add_terms", listed)
+        return call
+
+    for name in ("add_terms", "add_head_terms"):
+        monkeypatch.setattr(index_kernels, name, listed(name, getattr(index_kernels, name)))
     monkeypatch.setattr(client2vec, "_kernels_for", lambda scores: index_kernels)
     return made
 
 
 @pytest.mark.parametrize("orthogonal", [True, False])
-@pytest.mark.parametrize(("precision", "error"), [("float32", 1e-5), ("bfloat16", 1e-2)])
+@pytest.mark.parametrize(
+    ("precision", "few", "wanted", "error"),
+    [
+        ("float32", 128, "add_head_terms", 1e-5),
+        ("float32", 3, "add_terms", 1e-5),
+        ("bfloat16", 128, "add_terms", 1e-2),
+    ],
+)
 @pytest.mark.parametrize("chunk", [1, 3])
-def test_a_round_equals_plain_operations(chunk, precision, error, orthogonal, calls, monkeypatch):
+def test_a_round_equals_plain_operations(
+    chunk, precision, few, wanted, error, orthogonal, calls, monkeypatch
+):
+    monkeypatch.setattr(index_kernels, "_FEW_CLASSES", few)
     found = trained(precision, chunk, orthogonal=orthogonal)
-    assert calls
-    assert set(calls) == {orthogonal}
+    assert set(calls) == {wanted}
     calls.clear()
     monkeypatch.setattr(client2vec, "_kernels_for", lambda scores: None)
     assert distance(found, trained(precision, chunk, orthogonal=orthogonal)) <= error
     assert not calls
+
+
+@pytest.mark.parametrize("host", ["ditto", "fedrep", "perfedavg"])
+def test_hosts_with_personal_parts_and_second_derivatives(host, calls, monkeypatch):
+    found = trained("float32", 3, host=host)
+    assert set(calls) == {"add_head_terms"}
+    monkeypatch.setattr(client2vec, "_kernels_for", lambda scores: None)
+    assert distance(found, trained("float32", 3, host=host)) <= 1e-5
 
 
 def test_float64_is_left_to_pytorch(calls):
