@@ -5,8 +5,8 @@ operations these terms take more than twenty launches a step, here one forward a
 backward pass computes the probabilities again instead of reading them. With few classes the same
 kernels multiply the projections by the weights of their classifier and by the index.
 
-Each row is computed from its own client's numbers only, in a fixed order. Only imported if Triton is
-installed: see ``equipoise.models.kernel_modules``.
+Everything is computed from a client's own numbers only, in a fixed order. Only imported if Triton
+is installed: see ``equipoise.models.kernel_modules``.
 """
 
 from __future__ import annotations
@@ -125,12 +125,13 @@ def _term_gradients(
 
 # ---- with the products ---------------------------------------------------------------------------
 
-# Classes beyond which the products are left to PyTorch, and samples and columns of a program.
-_FEW_CLASSES, _SAMPLES, _COLUMNS = 128, 16, 64
-# Indices and columns that a program multiplies at a time, and how it is run.
-_INDICES, _WIDTH, _WARPS, _STAGES = 128, 64, 8, 3
-# Size in bytes of the tiles that are loaded while others are multiplied, at most.
-_STAGE = 4 * max(_WIDTH, _COLUMNS) * (_INDICES + 2 * _SAMPLES)
+# Classes and samples of a client beyond which the products are left to PyTorch: a program has all
+# classes of some samples, and backward some columns of all samples.
+_FEW_CLASSES, _FEW_SAMPLES = 128, 128
+# Samples and indices that a program has at a time, and columns that it adds up, or writes backward.
+_SAMPLES, _INDICES, _WIDTH, _COLUMNS = 16, 64, 64, 32
+# Size in bytes of the largest tiles that are loaded while others are multiplied.
+_STAGE = 4 * _WIDTH * (_SAMPLES + max(_FEW_CLASSES, _INDICES))
 # How products are made, by the precision that is asked for.
 _ARITHMETIC = {"ieee": "ieee", "split": "tf32x3", "tf32": "tf32"}
 
@@ -178,9 +179,9 @@ def _add_head_terms(
     classes: tl.tensor,
     count: tl.tensor,
     width: tl.tensor,
-    blocks: tl.tensor,
     i_client: tl.tensor,
     factor: tl.tensor,
+    blocks: tl.tensor,
     ORTHOGONAL: tl.constexpr,
     ARITHMETIC: tl.constexpr,
     SAMPLES: tl.constexpr,
@@ -216,22 +217,23 @@ def _add_head_terms(
     tl.store(y + row, before + factor * total, mask=exists)
 
 
-@triton.jit(do_not_specialize=["samples", "blocks", "tiles"])
+@triton.jit(do_not_specialize=["samples", "tiles"])
 def _head_term_gradients(
     upper: tl.tensor,
     scores: tl.tensor,
+    projected: tl.tensor,
+    weight: tl.tensor,
     others: tl.tensor,
     products: tl.tensor,
-    weight: tl.tensor,
     index: tl.tensor,
     of_scores: tl.tensor,
-    of_others: tl.tensor,
     of_projected: tl.tensor,
+    of_weight: tl.tensor,
+    of_bias: tl.tensor,
     samples: tl.tensor,
     classes: tl.tensor,
     count: tl.tensor,
     width: tl.tensor,
-    blocks: tl.tensor,
     i_client: tl.tensor,
     factor: tl.tensor,
     tiles: tl.tensor,
@@ -244,62 +246,70 @@ def _head_term_gradients(
     INDICES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Write some columns of the gradient by a client's projections, and those by all scores."""
-    tile, place = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    client = (place // blocks).to(tl.int64)
-    sample = (place % blocks) * SAMPLES + tl.arange(0, SAMPLES)
-    exists, column = sample < samples, tl.arange(0, CLASSES)
-    real = (column < classes)[None, :]
-    row = client * samples + sample
-    at, inside = row[:, None] * classes + column[None, :], exists[:, None] & real
-    share = tl.load(upper + client * u_client + sample * u_sample, mask=exists, other=0.0) * factor
-    own = _log_probabilities(tl.load(scores + at, mask=inside, other=0.0), real)
-    other = _log_probabilities(tl.load(others + at, mask=inside, other=0.0), real)
-    probability = tl.exp(own)
-    # Zero beyond the classes.
-    by_other = share[:, None] * (tl.exp(other) - probability)
+    """Write some columns of a client's gradients by projections and weights.
+
+    The programs of the first columns also write the gradients by scores and bias.
+    """
+    tile, client = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+    column, along = tl.arange(0, CLASSES), tile * COLUMNS + tl.arange(0, COLUMNS)
+    known, ahead = column < classes, (along < width)[None, :]
+    real = known[None, :]
+    at_weight = client * classes * width + (column[:, None] * width + along[None, :])
+    factors = tl.load(weight + at_weight, mask=known[:, None] & ahead, other=0.0)
+    by_weight = tl.zeros((CLASSES, COLUMNS), dtype=tl.float32)
+    by_bias = tl.zeros((CLASSES,), dtype=tl.float32)
+    for first in range(0, samples, SAMPLES):
+        sample = first + tl.arange(0, SAMPLES)
+        exists = sample < samples
+        row = client * samples + sample
+        at, inside = row[:, None] * classes + column[None, :], exists[:, None] & real
+        change = tl.load(upper + client * u_client + sample * u_sample, mask=exists, other=0.0)
+        share = change * factor
+        own = _log_probabilities(tl.load(scores + at, mask=inside, other=0.0), real)
+        other = _log_probabilities(tl.load(others + at, mask=inside, other=0.0), real)
+        probability = tl.exp(own)
+        # Zero beyond the classes and the samples.
+        by_other = share[:, None] * (tl.exp(other) - probability)
+        if tile == 0:
+            distance = _divergence(own, other, real)
+            by_own = probability * (own - other - distance[:, None])
+            tl.store(of_scores + at, share[:, None] * by_own, mask=inside)
+            by_bias += tl.sum(by_other, 0)
+        there, place = exists[:, None] & ahead, row[:, None] * width + along[None, :]
+        given = tl.load(projected + place, mask=there, other=0.0)
+        by_weight = tl.dot(tl.trans(by_other), given, by_weight, input_precision=ARITHMETIC)
+        total = tl.dot(by_other, factors, input_precision=ARITHMETIC)
+        if ORTHOGONAL:
+            each = (share / count)[:, None]
+            for done in range(0, count, INDICES):
+                number = done + tl.arange(0, INDICES)
+                found = tl.load(
+                    products + row[:, None] * count + number[None, :],
+                    mask=exists[:, None] & (number < count)[None, :],
+                    other=0.0,
+                )
+                signed = tl.where(found > 0, each, tl.where(found < 0, -each, 0.0))
+                vectors = tl.load(
+                    index + client * i_client + (number[:, None] * width + along[None, :]),
+                    mask=(number < count)[:, None] & ahead,
+                    other=0.0,
+                )
+                total = tl.dot(signed, vectors, total, input_precision=ARITHMETIC)
+        tl.store(of_projected + place, total, mask=there)
+    tl.store(of_weight + at_weight, by_weight, mask=known[:, None] & ahead)
     if tile == 0:
-        distance = _divergence(own, other, real)
-        by_own = probability * (own - other - distance[:, None])
-        tl.store(of_scores + at, share[:, None] * by_own, mask=inside)
-        tl.store(of_others + at, by_other, mask=inside)
-    along = tile * COLUMNS + tl.arange(0, COLUMNS)
-    ahead = (along < width)[None, :]
-    own_weight = weight + client * classes * width
-    factors = tl.load(
-        own_weight + column[:, None] * width + along[None, :],
-        mask=(column < classes)[:, None] & ahead,
-        other=0.0,
-    )
-    total = tl.dot(by_other, factors, input_precision=ARITHMETIC)
-    if ORTHOGONAL:
-        each = (share / count)[:, None]
-        for done in range(0, count, INDICES):
-            number = done + tl.arange(0, INDICES)
-            there = exists[:, None] & (number < count)[None, :]
-            given = tl.load(
-                products + row[:, None] * count + number[None, :], mask=there, other=0.0
-            )
-            signed = tl.where(given > 0, each, tl.where(given < 0, -each, 0.0))
-            vectors = tl.load(
-                index + client * i_client + (number[:, None] * width + along[None, :]),
-                mask=(number < count)[:, None] & ahead,
-                other=0.0,
-            )
-            total = tl.dot(signed, vectors, total, input_precision=ARITHMETIC)
-    tl.store(
-        of_projected + row[:, None] * width + along[None, :], total, mask=exists[:, None] & ahead
-    )
+        tl.store(of_bias + client * classes + column, by_bias, mask=known)
 
 
 def fit_head(
     values: Tensor, scores: Tensor, projected: Tensor, weight: Tensor, index: Tensor | None
 ) -> bool:
-    """Return whether :func:`add_head_terms` can serve: float32, and not too many classes."""
+    """Return whether :func:`add_head_terms` can serve: float32, few samples and classes."""
     given = [values, scores, projected, weight, *([] if index is None else [index])]
     return (
         all(tensor.dtype == torch.float32 for tensor in given)
         and weight.shape[0] == scores.shape[1] <= _FEW_CLASSES
+        and len(values) <= _FEW_SAMPLES
         # Places in an index are numbers of 32 bits.
         and (index is None or 0 < index.numel() < 1 << 30)
     )
@@ -362,9 +372,20 @@ class HeadTerms(torch.autograd.Function):
         if values.numel() > 0:
             given = _rows(values, scores, projected, weight, bias)
             vectors, sizes, options = _head_cut(projected, weight, index, precision)
+            blocks = triton.cdiv(values.shape[1], _SAMPLES)
             with torch.cuda.device_of(scores):
-                _add_head_terms[(sizes[-2] * len(values),)](
-                    *given, vectors, y, others, products, *sizes, factor, WIDTH=_WIDTH, **options
+                _add_head_terms[(blocks * len(values),)](
+                    *given,
+                    vectors,
+                    y,
+                    others,
+                    products,
+                    *sizes,
+                    factor,
+                    blocks,
+                    WIDTH=_WIDTH,
+                    num_stages=stages(scores.device, _STAGE, 3),
+                    **options,
                 )
         return y, others, products
 
@@ -375,6 +396,8 @@ class HeadTerms(torch.autograd.Function):
         scores, projected, weight, bias, index = used
         _, others, products = output
         ctx.mark_non_differentiable(*(each for each in (others, products) if each is not None))
+        # Otherwise zeros would be written as gradients by others and products.
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(scores, projected, weight, bias, index, others, products)
 
     @staticmethod
@@ -391,28 +414,26 @@ class HeadTerms(torch.autograd.Function):
             of_projected = of_others @ weight
             if of_products is not None:
                 of_projected = of_projected + of_products @ index
-        else:
-            of_scores, of_others, of_projected = map(_empty, (scores, others, projected))
-            if scores.numel() > 0:
-                vectors, sizes, options = _head_cut(projected, weight, index, ctx.precision)
-                tiles = triton.cdiv(projected.shape[2], _COLUMNS)
-                with torch.cuda.device_of(scores):
-                    _head_term_gradients[(tiles * sizes[-2] * len(scores),)](
-                        upper,
-                        *_rows(scores, others, products, weight),
-                        vectors,
-                        of_scores,
-                        of_others,
-                        of_projected,
-                        *sizes,
-                        ctx.factor,
-                        tiles,
-                        *upper.stride(),
-                        COLUMNS=_COLUMNS,
-                        **options,
-                    )
-        of_weight = of_others.mT @ projected
-        return upper, of_scores, of_projected, of_weight, of_others.sum(-2), None, None, None
+            of_layer = of_others.mT @ projected, of_others.sum(-2)
+            return upper, of_scores, of_projected, *of_layer, None, None, None
+        made = [_empty(tensor) for tensor in (scores, projected, weight, bias)]
+        vectors, sizes, options = _head_cut(projected, weight, index, ctx.precision)
+        tiles = triton.cdiv(projected.shape[2], _COLUMNS)
+        with torch.cuda.device_of(scores):
+            _head_term_gradients[(tiles * len(scores),)](
+                upper,
+                *_rows(scores, projected, weight, others, products),
+                vectors,
+                *made,
+                *sizes,
+                ctx.factor,
+                tiles,
+                *upper.stride(),
+                COLUMNS=_COLUMNS,
+                num_stages=2,
+                **options,
+            )
+        return upper, *made, None, None, None
 
     @staticmethod
     def vmap(
@@ -435,19 +456,18 @@ def _head_cut(
     Returns
     -------
     tuple
-        The index, which clients may share; the numbers of samples, classes, indices, columns and
-        blocks of samples, and how far apart the indices of clients are; and options of the kernels.
+        The index, which clients may share; the numbers of samples, classes, indices and columns,
+        and how far apart the indices of clients are; and options of the kernels.
     """
     samples, width = projected.shape[1:]
     classes, count = weight.shape[1], 0 if index is None else index.shape[1]
     if index is not None and index.stride()[1:] != (width, 1):
         index = index.contiguous()
     apart = 0 if index is None else index.stride(0)
-    sizes = samples, classes, count, width, triton.cdiv(samples, _SAMPLES), apart
+    sizes = samples, classes, count, width, apart
     options = {"ORTHOGONAL": index is not None, "ARITHMETIC": _ARITHMETIC[precision]}
     options |= {"SAMPLES": _SAMPLES, "CLASSES": _padded(classes)}
-    options |= {"INDICES": min(_INDICES, _padded(count)), "num_warps": _WARPS}
-    options["num_stages"] = stages(projected.device, _STAGE, _STAGES)
+    options |= {"INDICES": min(_INDICES, _padded(count)), "num_warps": 8}
     return index, sizes, options
 
 
@@ -582,7 +602,7 @@ def _cut(scores: Tensor, products: Tensor | None) -> tuple[int, dict[str, Any]]:
 
 def _plain_gradients(
     share: Tensor, scores: Tensor, others: Tensor, products: Tensor | None
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the gradients by operations that can be differentiated."""
     own, other, each = scores.log_softmax(-1), others.log_softmax(-1), share.unsqueeze(-1)
     probability, apart = own.exp(), own - other

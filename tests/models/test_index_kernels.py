@@ -195,23 +195,24 @@ def test_how_many_operations_the_terms_take(monkeypatch):
     launches = []
 
     class Listed:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
         def __getitem__(self, grid):
             launches.append(grid)
             return lambda *inputs, **options: None
 
-    for name in ("_add_terms", "_term_gradients"):
-        monkeypatch.setattr(index_kernels, name, Listed(getattr(index_kernels, name)))
-    inputs, towards, counts = given(4, 5, 7), normal(CLIENTS, 4), []
-    for terms in (plain, ours):
+    for name in ("_add_terms", "_term_gradients", "_add_head_terms", "_head_term_gradients"):
+        monkeypatch.setattr(index_kernels, name, Listed())
+    inputs, (trained, index) = given(4, 5, 7), given_head(4, 5, 7, 6)
+    towards, counts = normal(CLIENTS, 4), []
+    cases = [(plain, inputs), (ours, inputs)]
+    cases += [(with_index(terms, index), trained) for terms in (plain_head, our_head)]
+    for terms, tensors in cases:
+        launches.clear()
         with Counted() as counted:
-            value_and_gradients(vmap(terms), inputs, towards)
-        counts.append(counted.count)
-    assert len(launches) == 2
-    assert counts[1] == 0
-    assert counts[0] >= 20
+            value_and_gradients(vmap(terms), tensors, towards)
+        counts.append((counted.count, len(launches)))
+    assert counts[1] == counts[3] == (0, 2)
+    assert counts[0] >= (20, 0)
+    assert counts[2] >= (28, 0)
 
 
 # ---- with the products ---------------------------------------------------------------------------
@@ -259,10 +260,11 @@ def test_terms_with_products_and_their_gradients(shape, orthogonal):
     )
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
-    # The gradients by weights and bias are sums of PyTorch, which may depend on the stack.
     for client in range(CLIENTS):
         alone = value_and_gradients(own, [tensor[client] for tensor in inputs], towards[client])
-        assert all(torch.equal(alone[i], found[i][client]) for i in range(4)), "the same bits"
+        assert all(
+            torch.equal(one, all_[client]) for one, all_ in zip(alone, found, strict=True)
+        ), "a client has the same bits alone"
 
 
 def test_tensors_with_products_may_lie_anywhere_in_memory():
@@ -312,8 +314,10 @@ def test_other_types_and_many_classes_do_not_fit_with_products(monkeypatch):
     assert not index_kernels.fit_head(values, scores, projected.bfloat16(), weight, index)
     assert not index_kernels.fit_head(values, scores[:, :4], projected, weight, index)
     assert not index_kernels.fit_head(values, scores, projected, weight, index[:0])
-    monkeypatch.setattr(index_kernels, "_FEW_CLASSES", 4)
-    assert not index_kernels.fit_head(values, scores, projected, weight, index)
+    for limit, below in (("_FEW_CLASSES", 4), ("_FEW_SAMPLES", 3)):
+        with monkeypatch.context() as patch:
+            patch.setattr(index_kernels, limit, below)
+            assert not index_kernels.fit_head(values, scores, projected, weight, index)
 
 
 # ---- in the method -------------------------------------------------------------------------------
@@ -377,7 +381,7 @@ def test_a_round_equals_plain_operations(
 
 
 @pytest.mark.parametrize("host", ["ditto", "fedrep", "perfedavg"])
-def test_hosts_with_personal_parts_and_second_derivatives(host, calls, monkeypatch):
+def test_hosts_with_personal_parts_and_gradients_of_their_own(host, calls, monkeypatch):
     found = trained("float32", 3, host=host)
     assert set(calls) == {"add_head_terms"}
     monkeypatch.setattr(client2vec, "_kernels_for", lambda scores: None)
