@@ -463,7 +463,7 @@ def _head_cut(
     classes, count = weight.shape[1], 0 if index is None else index.shape[1]
     if index is not None and index.stride()[1:] != (width, 1):
         index = index.contiguous()
-    apart = 0 if index is None else index.stride(0)
+    apart = 0 if index is None or len(index) == 1 else index.stride(0)
     sizes = samples, classes, count, width, apart
     options = {"ORTHOGONAL": index is not None, "ARITHMETIC": _ARITHMETIC[precision]}
     options |= {"SAMPLES": _SAMPLES, "CLASSES": _padded(classes)}

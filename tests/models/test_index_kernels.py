@@ -13,12 +13,16 @@ import torch
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from equipoise.engine.settings import Machine, Training
 from equipoise.methods import build as method_named
 from equipoise.methods import client2vec
 from equipoise.models import build
 from equipoise.optimizers import optimizer_named
+from equipoise.run.evaluation import Evaluation
+from equipoise.run.trainer import Trainer
 from tests.engine.comparison import distance
 from tests.engine.federations import images
+from tests.engine.gpu import needs_gpu
 from tests.models.stacks import CLIENTS, DEVICE, normal
 from tests.rounds import play
 
@@ -80,7 +84,9 @@ def test_terms_and_their_gradients(shape, orthogonal):
     wanted = value_and_gradients(vmap(other), [tensor.double() for tensor in inputs], towards)
     assert_near(found, wanted)
     for client in range(CLIENTS):
-        alone = value_and_gradients(own, [tensor[client] for tensor in inputs], towards[client])
+        # Copies, because tensors that are aligned in memory have other programs.
+        rows = [tensor[client].clone() for tensor in inputs]
+        alone = value_and_gradients(own, rows, towards[client])
         assert all(
             torch.equal(one, all_[client]) for one, all_ in zip(alone, found, strict=True)
         ), "a client has the same bits alone"
@@ -261,7 +267,9 @@ def test_terms_with_products_and_their_gradients(shape, orthogonal):
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
     for client in range(CLIENTS):
-        alone = value_and_gradients(own, [tensor[client] for tensor in inputs], towards[client])
+        # Copies, because tensors that are aligned in memory have other programs.
+        rows = [tensor[client].clone() for tensor in inputs]
+        alone = value_and_gradients(own, rows, towards[client])
         assert all(
             torch.equal(one, all_[client]) for one, all_ in zip(alone, found, strict=True)
         ), "a client has the same bits alone"
@@ -275,9 +283,18 @@ def test_tensors_with_products_may_lie_anywhere_in_memory():
     for strange in (index.t().contiguous().t(), torch.stack([index, index], 1)[:, 0]):
         found = value_and_gradients(vmap(with_index(our_head, strange)), odd, towards)
         assert all(torch.equal(own, other) for own, other in zip(found, wanted, strict=True))
-    own_index = torch.stack([index] * CLIENTS)
-    found = vmap(our_head)(*inputs, own_index)
-    assert torch.equal(found, wanted[0])
+
+
+def test_clients_may_have_an_index_of_their_own():
+    inputs, index = given_head(6, 5, 7, 9)
+    indices = torch.stack([index * (client + 1) for client in range(CLIENTS)])
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    results = []
+    for terms in (our_head, plain_head):
+        y = vmap(terms)(*leaves, indices)
+        results.append([y, *torch.autograd.grad(y.sum(), leaves)])
+    for own, other in zip(*results, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)
 
 
 def test_gradients_with_products_inside_vmap_and_second_derivatives():
@@ -358,6 +375,12 @@ def calls(monkeypatch):
     return made
 
 
+on_a_cpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="on a GPU the last test carries out more rounds"
+)
+
+
+@on_a_cpu
 @pytest.mark.parametrize("orthogonal", [True, False])
 @pytest.mark.parametrize(
     ("precision", "few", "wanted", "error"),
@@ -380,6 +403,7 @@ def test_a_round_equals_plain_operations(
     assert not calls
 
 
+@on_a_cpu
 @pytest.mark.parametrize("host", ["ditto", "fedrep", "perfedavg"])
 def test_hosts_with_personal_parts_and_gradients_of_their_own(host, calls, monkeypatch):
     found = trained("float32", 3, host=host)
@@ -391,3 +415,34 @@ def test_hosts_with_personal_parts_and_gradients_of_their_own(host, calls, monke
 def test_float64_is_left_to_pytorch(calls):
     trained("float64", 3)
     assert not calls
+
+
+@needs_gpu
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_gpu_gives_the_cpus_numbers_in_float32(replay):
+    def trained(device, **machine):
+        method = method_named("client2vec", uses=["training"], weight=WEIGHT)
+        module = build("bncnn", shape=(2, 5, 5), classes=4, **SMALL).double()
+        trainer = Trainer(
+            images(),
+            method,
+            method.extend(module, (2, 5, 5), 0),
+            Training(
+                rounds=4,
+                cohort=10,
+                batch_size=8,
+                epochs=1,
+                optimizer=optimizer_named("sgd", lr=0.05),
+            ),
+            Machine(device=device, **machine),
+            Evaluation(every=0),
+            seed=0,
+        )
+        trainer.run()
+        return {name: tensor.cpu() for name, tensor in trainer.state.model.items()}
+
+    wanted = trained("cpu", precision="float64", chunk=1)
+    found = trained("cuda", precision="float32", chunk=10, replay=replay, tf32=False)
+    assert distance(found, wanted) <= 1e-4
+    again = trained("cuda", precision="float32", chunk=10, replay=replay, tf32=False)
+    assert all(torch.equal(found[name], again[name]) for name in found)
