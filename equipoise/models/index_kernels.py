@@ -308,6 +308,7 @@ def fit_head(
     given = [values, scores, projected, weight, *([] if index is None else [index])]
     return (
         all(tensor.dtype == torch.float32 for tensor in given)
+        and scores.dim() == 2
         and weight.shape[0] == scores.shape[1] <= _FEW_CLASSES
         and len(values) <= _FEW_SAMPLES
         # Places in an index are numbers of 32 bits.
@@ -491,6 +492,8 @@ def fit(values: Tensor, scores: Tensor, others: Tensor, products: Tensor | None)
     given = [values, scores, others] if products is None else [values, scores, others, products]
     return (
         all(tensor.dtype == torch.float32 for tensor in given)
+        and scores.dim() == 2
+        and scores.shape == others.shape
         and 0 < scores.shape[1] <= _SCORES
         and (products is None or products.shape[1] > 0)
     )

@@ -178,6 +178,8 @@ def test_other_types_and_too_many_classes_do_not_fit(monkeypatch):
     assert not index_kernels.fit(values.double(), scores, others, products)
     assert not index_kernels.fit(values, scores, others.bfloat16(), products)
     assert not index_kernels.fit(values, scores, others, products[:, :0])
+    assert not index_kernels.fit(values, scores, others[:, :4], products)
+    assert not index_kernels.fit(values, scores[..., None], others[..., None], products)
     monkeypatch.setattr(index_kernels, "_SCORES", 4)
     assert not index_kernels.fit(values, scores, others, products)
 
@@ -331,6 +333,7 @@ def test_other_types_and_many_classes_do_not_fit_with_products(monkeypatch):
     assert not index_kernels.fit_head(values, scores, projected.bfloat16(), weight, index)
     assert not index_kernels.fit_head(values, scores[:, :4], projected, weight, index)
     assert not index_kernels.fit_head(values, scores, projected, weight, index[:0])
+    assert not index_kernels.fit_head(values, scores[..., None], projected, weight, index)
     for limit, below in (("_FEW_CLASSES", 4), ("_FEW_SAMPLES", 3)):
         with monkeypatch.context() as patch:
             patch.setattr(index_kernels, limit, below)
