@@ -262,9 +262,10 @@ class PhaseRun:
             for name, new in found.statistics.items():
                 self._rows.fixed[name].copy_(new)
             samples = inputs.counts if together == 1 else inputs.counts.sum(1)
-            self.losses[:active] += found.losses.double() * samples
+            # In float64, to which all of them are converted.
+            self.losses[:active].addcmul_(found.losses, samples)
             if self.phase.adds_terms:
-                self.task_losses[:active] += found.task_losses.double() * samples
+                self.task_losses[:active].addcmul_(found.task_losses, samples)
 
     def _gradient(self, inputs: StepInput, step: int) -> StepGradient:
         """Return the gradient of a step, from a tape if there is one."""

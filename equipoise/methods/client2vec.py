@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from equipoise.method import (
 )
 from equipoise.methods import build, register
 from equipoise.models.base import outputs_of, width_of
+from equipoise.models.kernel_modules import module_with_triton
 from equipoise.privacy import check_release, index_epsilon, noise_sums, released_index
 from equipoise.random import Purpose, choose, choose_by_weight
 from equipoise.tree import PERSONAL, Tree, in_parts
@@ -388,24 +390,35 @@ class Client2Vec(Wrapper):
     def _with_regularizer(self, loss: Loss, personal: bool) -> Loss:
         def regularized(client: Client) -> Tensor:
             values = loss(client)
-            return values + self.weight * self.regularizer(
-                client.personal() if personal else client
-            )
+            return self.regularized(values, client.personal() if personal else client)
 
         return regularized
 
-    def regularizer(self, client: Client) -> Tensor:
-        """Return L_orth + L_dist of each sample."""
+    def regularized(self, values: Tensor, client: Client) -> Tensor:
+        """Add ``weight`` times L_orth + L_dist to the loss of each sample."""
         client.network.task.require_labels("client2vec.uses: training compares class probabilities")
         projected = client.part(_PROJECTION, client.features().flatten(1))
-        of_z, of_projected = (
-            scores.log_softmax(1)
-            for scores in (client.output(), client.part(_CLASSIFIER, projected))
-        )
-        distillation = (of_z.exp() * (of_z - of_projected)).sum(1)
-        if not self.orthogonal:
-            return distillation
-        return distillation + (projected @ client.sent["index"]["features"].T).abs().mean(1)
+        scores, kernels = client.output(), _kernels_for(projected)
+        index = client.sent["index"]["features"] if self.orthogonal else None
+        made: Tensor
+        if kernels is not None and client.network.autocast is None:
+            # The kernels apply the classifier themselves.
+            weight, bias = (client.params[f"{_CLASSIFIER}.{name}"] for name in ("weight", "bias"))
+            if kernels.fit_head(values, scores, projected, weight, index):
+                made = kernels.add_head_terms(
+                    values, scores, projected, (weight, bias), index, self.weight
+                )
+                return made
+        others = client.part(_CLASSIFIER, projected)
+        products = None if index is None else projected @ index.T
+        if kernels is not None and kernels.fit(values, scores, others, products):
+            made = kernels.add_terms(values, scores, others, products, self.weight)
+            return made
+        of_z, of_projected = (each.log_softmax(1) for each in (scores, others))
+        terms = (of_z.exp() * (of_z - of_projected)).sum(1)
+        if products is not None:
+            terms = terms + products.abs().mean(1)
+        return values + self.weight * terms
 
 
 def similar_weights(prior: Tensor, profit: Tensor, lam: float) -> Tensor:
@@ -464,6 +477,11 @@ def rested(last: Tensor, round_: int, ban: float, count: int) -> Tensor:
         ban -= 1
         allowed = (last == 0) | (round_ - last > ban)
     return allowed
+
+
+def _kernels_for(x: Tensor) -> Any:
+    """Return the module of kernels for tensors on a GPU, or ``None`` if there is none."""
+    return module_with_triton("index_kernels", x.device) if x.is_cuda else None
 
 
 def _moves_features(part: str, prefix: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from equipoise.models.kernel_tools import rounded
+from equipoise.models.kernel_tools import high_part, low_part
 
 # Where entries of a kernel begin to be counted. Places and channels follow from an entry's number
 # by division. If the compiler knows that the number is small, it divides in 8 bits, two numbers at
@@ -60,8 +60,8 @@ def pack(
     to = packed + client * p_client + matrix * p_matrix
     to = to + column[None, :] * p_column + row[:, None]
     if SPLIT:
-        high = rounded(values)
-        tl.store(to + low_parts, rounded(values - high), mask=inside)
+        high = high_part(values)
+        tl.store(to + low_parts, low_part(values, high), mask=inside)
         values = high
     tl.store(to, values.to(packed.dtype.element_ty), mask=inside)
 
@@ -248,8 +248,8 @@ def convolution(
         factors = tl.load(at, mask=wanted, other=0.0)
         if PRECISION == "split":
             low = tl.load(at + low_parts, mask=wanted, other=0.0)
-            high = rounded(values)
-            part = tl.dot(rounded(values - high), tl.trans(factors), input_precision="tf32")
+            high = high_part(values)
+            part = tl.dot(low_part(values, high), tl.trans(factors), input_precision="tf32")
             part = tl.dot(high, tl.trans(low), part, input_precision="tf32")
             total += tl.dot(high, tl.trans(factors), part, input_precision="tf32")
         elif PRECISION == "bfloat16":

@@ -28,8 +28,8 @@ from equipoise.models.update_kernels import Factors
 # kernels are the better ones.
 _MOST_ROWS = 128
 # Up to this many rows a step by factors takes less time with float32 products than with products of
-# parts of the factors, which must be split first. Measured on an H200.
-_FEW_ROWS = 64
+# parts of the factors, which must be split first: into three parts, or into two for TF32.
+_FEW_ROWS = {"ieee": 64, "split": 64, "tf32": 16, "bfloat16": 0}
 # Functions on the way from a parameter to a product that return the same numbers in the same order,
 # up to rounding. Their gradients do so, too.
 _SAME_NUMBERS = {
@@ -97,7 +97,7 @@ class StackedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_x = StackedInputGradient.apply(upper, weight, ctx.precision)
         if ctx.wants_factors:
-            plain = ctx.precision != "bfloat16" and x.shape[1] <= _FEW_ROWS
+            plain = x.shape[1] <= _FEW_ROWS[ctx.precision]
             ctx.factors = Factors(upper, x, "ieee" if plain else ctx.precision)
         elif ctx.needs_input_grad[1]:
             of_weight = torch.bmm(upper.mT, x)

@@ -14,10 +14,26 @@ from torch import Tensor
 
 
 @triton.jit
-def rounded(x: tl.tensor) -> tl.tensor:
-    """Round to the nearest TF32 number: add half a unit, then clear the 13 lowest bits."""
+def _rounded(x: tl.tensor) -> tl.tensor:
+    """Round to the nearest TF32 number: add half a unit, then clear the 13 lowest bits.
+
+    Not a number may become zero.
+    """
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high_part(x: tl.tensor) -> tl.tensor:
+    """Round to the nearest TF32 number. What is not a number stays so."""
+    # All bits of a GPU's own NaN are set except the sign, so adding to them makes a zero.
+    return tl.where(x == x, _rounded(x), x)
+
+
+@triton.jit
+def low_part(x: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """Round what :func:`high_part` leaves of a number to the nearest TF32 number."""
+    return _rounded(x - high)
 
 
 def one_client(stacked: Tensor) -> Tensor:

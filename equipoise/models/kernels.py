@@ -185,6 +185,8 @@ class StackedMaxPool(torch.autograd.Function):
         x, ctx.window, _ = inputs
         ctx.size = x.shape[3:]
         ctx.mark_non_differentiable(output[1])
+        # Otherwise zeros would be written as the gradient by the second output.
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(output[1])
 
     @staticmethod

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from equipoise.models.kernel_tools import rounded
+from equipoise.models.kernel_tools import high_part, low_part
 
 _SPLIT = {"ROWS": 16, "COLUMNS": 128}
 _TILE = {"ROWS": 128, "COLUMNS": 128, "INNER": 32, "num_warps": 8}
@@ -64,10 +64,10 @@ def _split(
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < columns)
     values = tl.load(x + row * x_row + column * x_column, mask=inside, other=0.0)
-    high = rounded(values)
+    high = high_part(values)
     to = parts + row * columns + column
     tl.store(to, high, mask=inside)
-    tl.store(to + rows.to(tl.int64) * columns, rounded(values - high), mask=inside)
+    tl.store(to + rows.to(tl.int64) * columns, low_part(values, high), mask=inside)
 
 
 @triton.jit
@@ -100,8 +100,8 @@ def _multiply(
         values = tl.load(left + done, mask=row_inside & ahead, other=0.0)
         w_high = tl.load(right + done, mask=column_inside & ahead, other=0.0)
         w_low = tl.load(right + low_parts + done, mask=column_inside & ahead, other=0.0)
-        high = rounded(values)
-        part = tl.dot(rounded(values - high), tl.trans(w_high), input_precision="tf32")
+        high = high_part(values)
+        part = tl.dot(low_part(values, high), tl.trans(w_high), input_precision="tf32")
         part = tl.dot(high, tl.trans(w_low), part, input_precision="tf32")
         total += tl.dot(high, tl.trans(w_high), part, input_precision="tf32")
     inside = row_inside & (column < columns)[None, :]

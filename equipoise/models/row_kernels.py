@@ -26,9 +26,11 @@ _BACKWARD = {"ROWS": 16, "COLUMNS": 128, "num_warps": 4, "num_stages": 4}
 # Columns of a piece that one program of a forward product adds up, a multiple of those above; and
 # results whose pieces one program adds.
 _PIECE, _BLOCK = 896, 128
-# How products are made, by the precision that is asked for. Memory is the limit, so TF32 need not
-# be less accurate: three TF32 products of parts of the factors are as accurate as one in float32.
-_ARITHMETIC = {"ieee": "ieee", "split": "tf32x3", "tf32": "tf32x3"}
+# How products are made, by the precision that is asked for. Three TF32 products of parts of the
+# factors are as accurate as one in float32. With few rows they take no longer than one, because
+# memory is the limit.
+_ARITHMETIC = {"ieee": "ieee", "split": "tf32x3", "tf32": "tf32"}
+_FEW_ROWS = 16
 
 
 @triton.jit(do_not_specialize=["samples", "tiles", "pieces"])
@@ -211,7 +213,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str) -> 
             *x.stride()[:2],
             tiles,
             pieces,
-            ARITHMETIC=_ARITHMETIC[precision],
+            ARITHMETIC=_arithmetic(precision, samples),
             PIECE=_PIECE,
             SAMPLES=_padded(samples),
             **_FORWARD,
@@ -264,11 +266,16 @@ def multiply_back(upper: Tensor, weight: Tensor, precision: str) -> Tensor:
             columns,
             *upper.stride()[:2],
             tiles,
-            ARITHMETIC=_ARITHMETIC[precision],
+            ARITHMETIC=_arithmetic(precision, samples),
             SAMPLES=_padded(samples),
             **_BACKWARD,
         )
     return of_x
+
+
+def _arithmetic(precision: str, samples: int) -> str:
+    """Return how products of batches with so many rows are made."""
+    return _ARITHMETIC["split" if precision == "tf32" and samples <= _FEW_ROWS else precision]
 
 
 def _rows_in_one(batch: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ _BLOCK, _SMALL_BLOCK = 2048, 512
 # Elements of all clients up to which a tensor shares a launch with others.
 _SMALL = 1 << 18
 # Small tensors of one launch. Kernels of older versions of Triton do not take tuples of tensors.
-_TOGETHER = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 4) else 1
+_TOGETHER = 16 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 4) else 1
 
 
 # As ``torch.addcmul`` does, steps round the product of gradient and learning rate, and then the

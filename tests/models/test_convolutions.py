@@ -202,6 +202,20 @@ def test_a_weight_gradient_in_tf32_of_what_is_not_finite(which, number):
     assert torch.equal(~found.isfinite(), reached)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000])
+@pytest.mark.parametrize("precision", ["split", "tf32", "bfloat16"])
+def test_what_is_not_finite_is_not_hidden(precision, bits):
+    """Two of these are the results that GPUs and CPUs give where there is no number."""
+    number = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    for position in range(2):
+        tensors = parts(3, 4, (4, 5), (3, 3))
+        tensors[position][1, 1, 2, 1, 2] = number
+        found = stacked(Geometry(), precision=precision)(*tensors).isfinite()
+        wanted = by_pytorch(*(tensor.double() for tensor in tensors), Geometry()).isfinite()
+        assert torch.equal(found, wanted)
+
+
 def test_a_weight_gradient_in_tf32_has_the_same_bits_alone_and_in_a_stack():
     x, upper = normal(3, 2, 4, 5, 5), normal(3, 2, 5, 5, 5, seed=1)
     together, _ = weight_gradients(x, upper)

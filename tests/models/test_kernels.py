@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import grad, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from equipoise import tasks
 from equipoise.engine.network import Network
@@ -108,6 +109,22 @@ def test_what_is_not_a_number_wins():
     towards = normal(*y.shape, seed=1)
     (found,), (other,) = (torch.autograd.grad(pooled, x, towards) for pooled in (y, wanted))
     assert torch.equal(found, other)
+
+
+def test_no_gradient_by_the_winners_is_written():
+    x = normal(CLIENTS, SAMPLES, CHANNELS, 4, 4).requires_grad_()
+    y = vmap(lambda x: kernels.max_pool(x, (2, 2)))(x)
+    called = set()
+
+    class Listed(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.add(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with Listed():
+        torch.autograd.grad(y, x, y.detach())
+    assert "aten::empty_permuted" in called
+    assert "aten::zeros" not in called
 
 
 @pytest.mark.parametrize("in_dim", [1, 2])

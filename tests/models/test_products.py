@@ -57,6 +57,17 @@ def test_a_split_number_worked_out_by_hand():
     assert products.split(x).tolist() == [[[1 + 2**-10]], [[2**-13 + 2**-23]]]
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800000])
+def test_what_is_not_finite_is_not_hidden(bits):
+    """Two of these are the results that GPUs and CPUs give where there is no number."""
+    x, weight = normal(3, 4), normal(2, 4, seed=1)
+    x[1, 2] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    for given in ((x, weight), (weight, x)):
+        found = products.SplitProduct.apply(*given, None).isfinite()
+        assert torch.equal(found, (given[0].double() @ given[1].double().t()).isfinite())
+
+
 def errors(rows, inner, columns):
     """Relative errors against float64 of the split product, its gradient and float32 products."""
     x, weight, bias, upper = (
