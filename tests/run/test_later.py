@@ -20,7 +20,6 @@ from equipoise.engine.settings import FineTune
 from equipoise.engine.spread import SpreadEngine
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import RunError
-from equipoise.flower.engine import FlowerEngine
 from equipoise.run.evaluation import Evaluator
 from equipoise.run.participants import Participants
 from equipoise.run.round_rows import Clock, Moment
@@ -142,7 +141,12 @@ def test_without_a_gpu_no_round_ends_later(tmp_path, monkeypatch):
     later = watched(monkeypatch)
     run(tmp_path / "run", checkpoint_every=100)
     assert later == []
-    # Other engines have their values when evaluation returns.
+
+
+def test_other_engines_have_their_values_when_evaluation_returns():
+    pytest.importorskip("flwr", reason="needs Flower")
+    from equipoise.flower.engine import FlowerEngine
+
     assert SpreadEngine.defers.fget(None) is FlowerEngine.defers.fget(None) is False
 
 
