@@ -26,8 +26,8 @@ from equipoise.run.round_rows import Clock, Moment
 from equipoise.run.round_steps import RoundSteps
 from equipoise.run.trainer import Trainer
 from tests.engine.gpu import needs_gpu
+from tests.run.server_data import federation as with_server_data
 from tests.run.small import Stop, rows_of, small_run, stop_after
-from tests.run.test_server_data import federation as with_server_data
 
 ROUNDS = 7
 

@@ -15,24 +15,8 @@ from equipoise.errors import InputError
 from equipoise.methods import build
 from equipoise.study import study_from, value_of
 from tests.flower.loop import run_on_loop
+from tests.run.server_data import CLIENTS, HELD, federation
 from tests.run.small import Stop, promised, rows_of, small_run, stop_after
-
-RNG = np.random.default_rng(4)
-
-
-def clouds(count, shift=0.0):
-    y = RNG.integers(0, 3, count)
-    return np.eye(5)[y] * 2 + RNG.normal(size=(count, 5)) + shift, y
-
-
-CLIENTS = clouds(120)
-HELD = {"val": clouds(30), "test": clouds(40)}
-
-
-def federation(**more):
-    return Federation.from_arrays(
-        *CLIENTS, clients=np.arange(120) % 6, classes=3, server=HELD, **more
-    )
 
 
 def test_the_server_evaluates_the_global_model_on_what_it_holds(tmp_path):
