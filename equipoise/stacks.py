@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise import reused_memory
 from equipoise.models.kernel_modules import module_with_triton
 from equipoise.tree import flat_rows, pieces
 
@@ -129,7 +130,13 @@ def chosen_rows(stacks: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
         made = [stack.new_empty(len(rows), *stack.shape[1:]) for stack in stacks]
         kernels.copy_rows(made, [_in_rows(stack) for stack in stacks], rows)
         return made
-    return [stack[rows.to(stack.device)] for stack in stacks]
+    made = [
+        reused_memory.empty((len(rows), *stack.shape[1:]), stack.dtype, stack.device)
+        for stack in stacks
+    ]
+    for stack, chosen in zip(stacks, made, strict=True):
+        torch.index_select(stack, 0, rows.to(stack.device), out=chosen)
+    return made
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from equipoise import reused_memory
 from equipoise.engine.chunk import Chunk
 from equipoise.engine.cohort_checks import (
     check_rows,
@@ -162,9 +163,12 @@ class StackedCohort:
         optimizers = [self._planner.optimizer(phase) for phase in local.phases()]
         elsewhere = engine.workshop.trains_copies(optimizers) and not self._asks_before(local)
         stack = {
-            name: torch.empty_like(rows) if elsewhere else rows.clone()
+            name: reused_memory.empty(rows.shape, rows.dtype, rows.device)
             for name, rows in begun.items()
         }
+        if not elsewhere:
+            for name, rows in begun.items():
+                stack[name].copy_(rows)
         collected: list[tuple[Memory, dict[str, Tree], Callable[[], Reports]]] = []
         start = 0
         for members in divided:
@@ -179,6 +183,9 @@ class StackedCohort:
                 )
             )
             start += len(members)
+        if engine.network.device.type == "cpu":
+            # The module holds a view of the stack, whose memory the next round needs.
+            engine.network.release()
 
         back = torch.from_numpy(np.argsort(order))
         in_order = bool((order[1:] > order[:-1]).all())

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise import reused_memory
 from equipoise.errors import RunError
 
 # A process waits for the next message as long as the server needs. One that has ended is noticed
@@ -191,4 +192,4 @@ def _received(head: Tensor) -> Iterator[Tensor]:
     """Make room for the large tensors of a message."""
     forms: list[_Form] = pickle.load(io.BytesIO(_text(head)))
     for dtype, shape, _, _ in forms:
-        yield torch.empty(shape, dtype=dtype)
+        yield reused_memory.empty(shape, dtype)

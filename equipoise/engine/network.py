@@ -326,6 +326,11 @@ class Network:
             ) from None
         return self._slots_of_part[part]
 
+    def release(self) -> None:
+        """Put the module's own tensors back into all slots, so that others can be freed."""
+        for slot in self._slots:
+            slot.owner[slot.leaf] = slot.tensor
+
     def _arithmetic(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
             return nullcontext()

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from equipoise import reused_memory
 from equipoise.engine.cohort import StackedCohort
 from equipoise.engine.contract import Personal
 from equipoise.engine.evaluation import Measured
@@ -515,7 +516,7 @@ class Answers:
         first = stacks[0][1]
         if len(stacks) == 1:
             return first
-        joined = first.new_empty(self.clients, *first.shape[1:])
+        joined = reused_memory.empty((self.clients, *first.shape[1:]), first.dtype, first.device)
         for where, rows in stacks:
             joined[torch.from_numpy(where).to(joined.device)] = rows
         return joined
