@@ -224,7 +224,7 @@ def test_pacs_in_small(study, tmp_path):
         "table1-pacs",
         index=random_index(40),
         overrides=overrides,
-        methods=["fediir", "fediir i+ii+iii"],
+        methods=["fediir i+ii+iii"],
     )
     check(small, tmp_path)
 

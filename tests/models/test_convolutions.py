@@ -496,21 +496,15 @@ def test_a_convolution_that_pools_gives_the_bits_of_both_layers(
     (x,), (weight,), (bias,) = parts(*sizes, clients=1, samples=3)
     x = channels_last(x)
     x[1, 0, 0, 0] = float("nan")
-    for own in (bias, None):
-        made = convolve(x, weight, own, geometry, relu=True, precision=precision)
-        wanted = F.max_pool2d(made.float(), window).to(made.dtype)
-        found = convolve_and_pool(
-            x,
-            weight,
-            own,
-            geometry,
-            window,
-            channels_innermost=channels_innermost,
-            precision=precision,
-        )
-        assert torch.equal(found.isnan(), wanted.isnan())
-        assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
-        assert lies_channels_last(found) if channels_innermost else found.is_contiguous()
+    # One of the two has a bias.
+    own = bias if channels_innermost else None
+    made = convolve(x, weight, own, geometry, relu=True, precision=precision)
+    wanted = F.max_pool2d(made.float(), window).to(made.dtype)
+    how = {"channels_innermost": channels_innermost, "precision": precision}
+    found = convolve_and_pool(x, weight, own, geometry, window, **how)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+    assert lies_channels_last(found) if channels_innermost else found.is_contiguous()
 
 
 @pytest.fixture
