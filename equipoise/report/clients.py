@@ -25,8 +25,6 @@ from equipoise.report.svg import HUES
 
 # With more clients than this, those of each group are drawn side by side.
 MOST_IN_A_LINE = 60
-
-
 # A chart with more marks than this is slow and unreadable, so it shows only one seed.
 MOST_MARKS = 6000
 

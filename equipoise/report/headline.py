@@ -19,15 +19,11 @@ LABELS = {
     "worst_group": "worst group",
     "group_gap": "gap between groups",
 }
-
-
 MODELS = {
     "global": "The global model, which all clients share.",
     "personal": "The personal models: each client is evaluated with its own.",
     "local": "The local models: as clients trained them in the round, before aggregation.",
 }
-
-
 WHOSE = {
     "seen": "The {split} data of each client that was part of training.",
     "unseen": "The {split} data of clients that were not part of training.",

@@ -12,8 +12,6 @@ from equipoise.report.reading import RunRecord
 from equipoise.report.svg import HUES
 
 HUE = {"mean": 0, "worst10": 1, "sigma_clients": 2}
-
-
 # Bands of more methods than this hide each other.
 MOST_BANDS = 6
 

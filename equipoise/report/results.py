@@ -31,8 +31,6 @@ COLUMNS = (
     "group_gap",
     "sigma_groups",
 )
-
-
 # With more methods than this, only those of the Pareto set are named in charts.
 MOST_NAMES = 8
 

@@ -15,7 +15,6 @@ from equipoise.study.significance import LEAST_SEEDS, LEVEL, TEST, WORSE, Rankin
 if TYPE_CHECKING:
     from equipoise.study.results import Results
 
-
 # The columns of a row: what it is about, its values over seeds, and how it compares.
 _WHICH = ("setting", "method", "model", "metric")
 _SUMMED = ("mean", "std", "n")
