@@ -6,8 +6,9 @@ from statistics import fmean
 
 from equipoise.report.charts import Chart, Series
 from equipoise.report.comparison import Comparison
-from equipoise.report.html import Section, paragraph, size, table
+from equipoise.report.html import Section, paragraph, table
 from equipoise.report.reading import RunRecord
+from equipoise.text import size
 
 
 def of_run(record: RunRecord) -> Section:

@@ -157,21 +157,6 @@ def number(value: float | None) -> str:
     return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}").replace("-", "−")
 
 
-def size(count: float) -> str:
-    """Format a number of bytes.
-
-    Examples
-    --------
-    >>> size(193_040), size(12)
-    ('193.0 kB', '12 B')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
 def plural(count: int, what: str) -> str:
     """Format a number with a noun.
 
