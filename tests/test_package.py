@@ -14,6 +14,7 @@ WORDS = sorted(
     str(path.relative_to(PACKAGE))
     for pattern in (
         "method.py",
+        "method_parts.py",
         "task.py",
         "tasks/*.py",
         "client.py",
