@@ -21,7 +21,7 @@ WORDS = sorted(
         "masked.py",
         "tree.py",
         "random.py",
-        "optimizers.py",
+        "optimizers/*.py",
         "checks.py",
         "errors.py",
         "methods/*.py",
