@@ -19,7 +19,7 @@ from equipoise.checks import flag, image
 from equipoise.errors import InputError, unknown
 from equipoise.models.attention import Block
 from equipoise.models.base import Model
-from equipoise.models.clip import Parts, TextEncoder
+from equipoise.models.clip_encoders import Parts, TextEncoder
 from equipoise.models.frozen import Frozen, digest_of
 from equipoise.models.norm_layers import LayerNorm
 from equipoise.models.pretrained_backbones import (
