@@ -193,3 +193,22 @@ def _received(head: Tensor) -> Iterator[Tensor]:
     forms: list[_Form] = pickle.load(io.BytesIO(_text(head)))
     for dtype, shape, _, _ in forms:
         yield reused_memory.empty(shape, dtype)
+
+
+class Alone:
+    """The connection of a process without others."""
+
+    rank, size = 0, 1
+    device = torch.device("cpu")
+
+    def broadcast(self, message: Any = None) -> Any:
+        """Return the message."""
+        return message
+
+    def send(self, message: Any, to: int) -> None:
+        """Refuse: there is nobody."""
+        raise RunError(f"there is no process {to}")
+
+    def receive(self, source: int) -> Any:
+        """Refuse: there is nobody."""
+        raise RunError(f"there is no process {source}")

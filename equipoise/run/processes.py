@@ -28,7 +28,8 @@ from torch import distributed, nn
 from equipoise.engine.arithmetic import exact_arithmetic
 from equipoise.engine.link import PATIENCE, Link, ProcessLost
 from equipoise.engine.settings import Machine, Training
-from equipoise.engine.spread import STOP, Share, SpreadEngine, serve
+from equipoise.engine.share import STOP, Share, serve
+from equipoise.engine.spread import SpreadEngine
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, RunError
 from equipoise.federation import Federation

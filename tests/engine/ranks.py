@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch.distributed
 
-from equipoise.engine import spread
+from equipoise.engine import share
 from equipoise.engine.link import PATIENCE, Link
 from equipoise.run.processes import Team
 
@@ -52,7 +52,7 @@ def all_at_once(tasks):
 _one_at_a_time = threading.Lock()
 
 
-def _tried_alone(*given, really=spread._tried):
+def _attempted_alone(*given, really=share.attempt):
     """Layers know the pass they are called in, of which a process has one at a time."""
     with _one_at_a_time:
         return really(*given)
@@ -66,17 +66,17 @@ def threads_for(work, processes, folder, shares=None):
     if shares is not None:
         shares += made
     waiting = [
-        threading.Thread(target=spread.serve, args=(link, lambda share=share: share), daemon=True)
-        for link, share in zip(others, made, strict=True)
+        threading.Thread(target=share.serve, args=(link, lambda own=own: own), daemon=True)
+        for link, own in zip(others, made, strict=True)
     ]
     team = Team(work.method, lambda: mine)
-    with mock.patch.object(spread, "_tried", _tried_alone):
+    with mock.patch.object(share, "attempt", _attempted_alone):
         for thread in waiting:
             thread.start()
         try:
             yield team
             team.gather()
         finally:
-            mine.broadcast((spread.STOP, 0, (None, None)))
+            mine.broadcast((share.STOP, 0, (None, None)))
             for thread in waiting:
                 thread.join()
