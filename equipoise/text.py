@@ -1,4 +1,4 @@
-"""Text from files and clients, made safe to print on a terminal."""
+"""Text for users: text from files and clients made safe to print, and numbers of bytes."""
 
 from __future__ import annotations
 
@@ -91,3 +91,18 @@ def _is_unprintable(character: str) -> bool:
 
 def _written_out(character: str) -> str:
     return character.encode("unicode_escape").decode() if _is_unprintable(character) else character
+
+
+def size(count: float) -> str:
+    """Format a number of bytes.
+
+    Examples
+    --------
+    >>> size(193_040), size(12), size(2 * 10**12)
+    ('193.0 kB', '12 B', '2.0 TB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -16,9 +16,11 @@ import pytest
 import torch
 import yaml
 
-import equipoise.cli
+import equipoise
 from equipoise import data, methods, metrics, models, tasks
-from equipoise.cli import paths, show
+from equipoise.cli import paths
+from equipoise.cli.show import console, progress
+from equipoise.cli.show.federation import _histogram
 from equipoise.client_index import make_index, similarity_by_group
 from equipoise.config import experiment_from
 from equipoise.data import load
@@ -287,7 +289,7 @@ def test_an_interrupted_run_goes_on(call, monkeypatch):
         yield on_round
 
     with monkeypatch.context() as patch:
-        patch.setattr(show, "rounds", impatient)
+        patch.setattr(progress, "progress_of_run", impatient)
         code, stdout, stderr = call("run", "--rounds", 4, "--out", "broken")
     assert (code, stdout) == (130, "")
     assert stderr == "interrupted; resume with: equipoise run broken\n"
@@ -490,7 +492,7 @@ def test_debug_shows_the_traceback(call):
 
 
 def test_an_unexpected_error_is_one_line_too(call, monkeypatch):
-    monkeypatch.setattr(show, "method_documents", lambda: 1 / 0)
+    monkeypatch.setattr("equipoise.cli.show.methods.method_documents", lambda: 1 / 0)
     code, stdout, stderr = call("methods", "--json")
     assert (code, stdout) == (1, "")
     assert (
@@ -600,9 +602,9 @@ def test_the_similarities_of_a_client_index(call):
 
 
 def test_histogram_uses_the_full_height():
-    assert show._histogram([0, 1, 4, 8]) == "·▁▄█"
-    assert show._histogram([0, 0]) == "··"
-    assert show._histogram([1, 80]) == "▁█"
+    assert _histogram([0, 1, 4, 8]) == "·▁▄█"
+    assert _histogram([0, 0]) == "··"
+    assert _histogram([1, 80]) == "▁█"
 
 
 @pytest.mark.parametrize(
@@ -694,7 +696,7 @@ def test_no_name_is_cut_where_no_terminal_sets_the_width(call, strange):
 
 
 def test_names_are_folded_where_a_terminal_is_narrow(call, strange, monkeypatch):
-    monkeypatch.setattr(show, "UNLIMITED", 60)
+    monkeypatch.setattr(console, "UNLIMITED", 60)
     _, stdout, _ = call("compare", "study.yaml", "--metrics", ",".join(LONG))
     assert "…" not in stdout
     assert max(map(len, stdout.splitlines()[:-1])) <= 60
@@ -788,7 +790,7 @@ def test_the_tables_are_shown_even_if_they_cannot_be_written(call, strange, monk
     def fail(path, text):
         raise InputError(f"cannot write {path}: the disk is full")
 
-    monkeypatch.setattr(equipoise.cli, "_write", fail)
+    monkeypatch.setattr("equipoise.cli.commands.compare._write", fail)
     code, stdout, stderr = call("compare", "study.yaml", "--markdown", "t.md", *options)
     assert code == 2
     assert "prox[mu]" in stdout
@@ -799,7 +801,7 @@ def test_the_tables_are_written_even_if_nobody_reads_them(call, strange, monkeyp
     def leave(*_):
         raise SystemExit(1)
 
-    monkeypatch.setattr(show, "results", leave)
+    monkeypatch.setattr("equipoise.cli.show.study.show_results", leave)
     assert call("compare", "study.yaml", "--markdown", "t.md")[0] == 1
     assert "prox[mu]" in Path("t.md").read_text()
 

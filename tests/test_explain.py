@@ -17,7 +17,8 @@ from equipoise.config.options import types_of
 from equipoise.data import PARTITIONS, SOURCES, load, recipe_of
 from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.errors import InputError
-from equipoise.explain import _of, explain, lacking, page, settings
+from equipoise.explain import explain, lacking, page, settings
+from equipoise.explain.keys import _of
 from equipoise.flower.settings import FlowerSettings, Privacy
 from equipoise.optimizers import Adam, Schedule, Sgd
 from equipoise.run.evaluation import Evaluation

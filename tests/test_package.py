@@ -14,13 +14,14 @@ WORDS = sorted(
     str(path.relative_to(PACKAGE))
     for pattern in (
         "method.py",
+        "method_parts.py",
         "task.py",
         "tasks/*.py",
         "client.py",
         "masked.py",
         "tree.py",
         "random.py",
-        "optimizers.py",
+        "optimizers/*.py",
         "checks.py",
         "errors.py",
         "methods/*.py",

@@ -19,7 +19,7 @@ import torch
 import yaml
 from PIL import Image
 
-from equipoise.cli import show
+from equipoise.cli.show.progress import progress_of_study
 from equipoise.config import experiment_from
 from equipoise.errors import InputError
 from equipoise.study import Results, Tuning, load_study, study_from, value_of
@@ -513,7 +513,7 @@ def test_numbers_of_jobs_that_make_no_sense_are_refused(tmp_path, monkeypatch, c
 
 def test_lines_of_progress_say_how_much_time_is_left(capsys):
     study, now = study_from(STUDY), [0.0]
-    with show.runs(4, clock=lambda: now[0]) as watch:
+    with progress_of_study(4, clock=lambda: now[0]) as watch:
         watch(study.jobs[0], "already there")
         for job in study.jobs[1:]:
             watch(job, "begun")

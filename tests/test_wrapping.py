@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from equipoise import load
-from equipoise.cli.show import method_documents
+from equipoise.cli.show.methods import method_documents
 from equipoise.config import experiment_from, load_experiment
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError

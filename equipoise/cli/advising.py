@@ -24,7 +24,8 @@ from equipoise.advise.families import (
     STRONG_FEATURES,
     STRONG_LABELS,
 )
-from equipoise.cli import show
+from equipoise.cli.show.console import new_console, new_table, number
+from equipoise.cli.show.progress import progress_of_study
 from equipoise.config import Experiment, Override, experiment_from, read_yaml
 from equipoise.errors import InputError
 from equipoise.federation import Federation
@@ -53,7 +54,7 @@ def advise(request: Request, directory: Path, *, quiet: bool) -> dict[str, Any]:
     federation = experiment.federation()
     measured = measure(federation, experiment.training)
     advice = recommend(measured, batchnorm=_has_batchnorm(experiment, federation))
-    console = show._console()
+    console = new_console()
 
     def say(*lines: Any) -> None:
         if not quiet:
@@ -81,7 +82,7 @@ def advise(request: Request, directory: Path, *, quiet: bool) -> dict[str, Any]:
         seconds_a_round=_seconds_a_round(run),
     )
     say(f"\ntrial: {trial.cost}; --no-trial skips it")
-    with show.runs(len(trial.study.jobs)) as watch:
+    with progress_of_study(len(trial.study.jobs)) as watch:
         results = trial.study.run(directory, jobs=request.jobs, watch=watch)
     verdict = trial.judge(advice, results, directory)
     say(_table(trial, results), *_judged(trial, verdict), f"\nfiles: {directory}")
@@ -133,7 +134,7 @@ def _about(federation: Federation, measured: Measured) -> list[Any]:
         f"{federation.name}: {measured.clients} clients{groups}, {measured.samples:,} training "
         "samples"
     )
-    table = show._table(title, "what", "value", "in words", numbers=0)
+    table = new_table(title, "what", "value", "in words", numbers=0)
     sizes = f"{measured.smallest:,} to {measured.largest:,}, median {measured.median:,.0f}"
     uneven = f"the largest is {measured.size_skew:.1f} times the median"
     table.add_row("sizes", sizes, uneven if measured.size_skew >= CLEAR_SIZES else "similar")
@@ -143,14 +144,14 @@ def _about(federation: Federation, measured: Measured) -> list[Any]:
         if measured.labels_held is None
         else f"; {measured.labels_held:.0f} labels in the median client"
     )
-    table.add_row("label skew", show._number(measured.label_skew), f"{words}{held}")
+    table.add_row("label skew", number(measured.label_skew), f"{words}{held}")
     words = _words(measured.feature_shift, CLEAR_FEATURES, STRONG_FEATURES)
     between = (
         ""
         if measured.between_groups is None
         else f"; {measured.between_groups:.0%} of it between groups"
     )
-    table.add_row("feature shift", show._number(measured.feature_shift), f"{words}{between}")
+    table.add_row("feature shift", number(measured.feature_shift), f"{words}{between}")
     table.add_row("take part", f"{measured.participation:.0%}", "share of clients in a round")
     return [table]
 
@@ -199,7 +200,7 @@ def _table(trial: Trial, results: Results) -> Any:
         else "test data, because there are no validation data"
     )
     metrics = trial.study.metrics
-    table = show._table(
+    table = new_table(
         f"\n{data}: mean over seeds", "method", *metrics, numbers=len(metrics), last="family"
     )
     for family in FAMILIES.values():

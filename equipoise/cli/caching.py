@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from equipoise.cli import show
+from equipoise.cli.show.console import new_console, new_table
 from equipoise.data.cache import cache_directory
 from equipoise.data.cache_entries import Entry, entries, older, remove
 from equipoise.errors import InputError
+from equipoise.text import size
 
 # Enough of a key to find its files.
 _SHOWN_OF_KEY = 12
@@ -54,7 +55,7 @@ def cache(prune: float | None, clear: bool) -> dict[str, Any]:
 
 def print_cache(document: dict[str, Any]) -> None:
     """Print what :func:`cache` returned."""
-    out = show._console()
+    out = new_console()
     if document["removed"]:
         _print(out, "Removed:", document["removed"])
         out.print()
@@ -68,20 +69,20 @@ def print_cache(document: dict[str, Any]) -> None:
 
 def _print(out: Any, title: str, documents: Sequence[dict[str, Any]]) -> None:
     out.print(title)
-    rows = show._table("", "key", "state", "size", "days", numbers=2, last="what it is")
+    rows = new_table("", "key", "state", "size", "days", numbers=2, last="what it is")
     for document in documents:
         shape = f", {' x '.join(map(str, document['shape']))}" if document["shape"] else ""
         rows.add_row(
             document["key"][:_SHOWN_OF_KEY],
             document["state"],
-            _size(document["bytes"]),
+            size(document["bytes"]),
             f"{document['days']:.1f}",
             f"{document['about'] or 'not recorded'}{shape}",
         )
     out.print(rows)
     total = sum(document["bytes"] for document in documents)
     number = "1 entry" if len(documents) == 1 else f"{len(documents)} entries"
-    out.print(f"{number}, {_size(total)}; days since the last use")
+    out.print(f"{number}, {size(total)}; days since the last use")
 
 
 def _document(entry: Entry) -> dict[str, Any]:
@@ -94,17 +95,3 @@ def _document(entry: Entry) -> dict[str, Any]:
         "shape": None if entry.shape is None else list(entry.shape),
         "files": [str(path) for path in entry.files],
     }
-
-
-def _size(number: int) -> str:
-    """Write a number of bytes.
-
-    Examples
-    --------
-    >>> _size(300), _size(3_500_000), _size(2 * 10**12)
-    ('300 B', '3.5 MB', '2000.0 GB')
-    """
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if number >= factor:
-            return f"{number / factor:.1f} {unit}"
-    return f"{number} B"

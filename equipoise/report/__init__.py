@@ -22,11 +22,13 @@ from html import escape
 from pathlib import Path
 
 from equipoise.errors import InputError
-from equipoise.report import one, several
+from equipoise.report.comparison import comparisons
 from equipoise.report.entries import Entry, find_entries
 from equipoise.report.files import save_figures
+from equipoise.report.headline import at_round
 from equipoise.report.html import Section, plural
 from equipoise.report.page import page
+from equipoise.report.sections import sections_compared, sections_of_run
 from equipoise.run.files import write_atomically
 
 __all__ = ["REPORT", "write_report"]
@@ -98,8 +100,8 @@ def _usual(paths: Sequence[str | Path]) -> Path:
 
 def _sections(entries: Sequence[Entry]) -> list[Section]:
     if len(entries) == 1:
-        return one.sections(entries[0].record)
-    return several.sections(several.comparisons(entries))
+        return sections_of_run(entries[0].record)
+    return sections_compared(comparisons(entries))
 
 
 def _left_out(runs: Mapping[Path, str]) -> list[Section]:
@@ -120,7 +122,7 @@ def _heading(entries: Sequence[Entry]) -> tuple[str, str]:
             f"Seed {record.seed}. {plural(clients, 'evaluated client')} in "
             f"{plural(len(record.group_names), 'group')}"
             f"{f', {len(record.unseen)} of them unseen' if record.unseen else ''}. "
-            f"{one.at_round(record)}"
+            f"{at_round(record)}"
         )
         return f"{record.method} on {data}", about
     labels = dict.fromkeys(entry.label for entry in entries)

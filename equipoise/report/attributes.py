@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from equipoise.parity import FIGURES, RATES
 from equipoise.report.charts import Chart, Series
+from equipoise.report.comparison import Comparison
 from equipoise.report.html import Section, number, paragraph, plural, slug, spread, table
 from equipoise.report.reading import Part, RunRecord
-
-if TYPE_CHECKING:
-    from equipoise.report.several import Comparison
 
 _TITLE = "Attributes of samples: rates and parity by value"
 _HEADERS = {"selection_rate": "selection rate", "tpr": "TPR", "fpr": "FPR"}

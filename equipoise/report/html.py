@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -135,6 +135,15 @@ def details(summary: str, body: str) -> str:
     return f"<details><summary>{escape(summary)}</summary>{body}</details>"
 
 
+def answered(score: str, answers: Mapping[str, str]) -> str:
+    """Return questions about a score with their answers."""
+    items = "".join(
+        f"<div><dt>{question}</dt><dd>{escape(answer)}</dd></div>"
+        for question, answer in answers.items()
+    )
+    return f'<h3>Which {escape(score)} is it?</h3><dl class="which">{items}</dl>'
+
+
 def number(value: float | None) -> str:
     """Format a value of a metric.
 
@@ -148,21 +157,6 @@ def number(value: float | None) -> str:
     return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}").replace("-", "−")
 
 
-def size(count: float) -> str:
-    """Format a number of bytes.
-
-    Examples
-    --------
-    >>> size(193_040), size(12)
-    ('193.0 kB', '12 B')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
 def plural(count: int, what: str) -> str:
     """Format a number with a noun.
 
@@ -172,6 +166,18 @@ def plural(count: int, what: str) -> str:
     ('1 round', '3 rounds')
     """
     return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def capital(text: str) -> str:
+    """Capitalize the first letter.
+
+    Examples
+    --------
+    >>> capital("global model"), capital("σ over clients")
+    ('Global model', 'σ over clients')
+    """
+    # Symbols such as σ have another meaning as capital letters.
+    return text[:1].upper() + text[1:] if text[:1].isascii() else text
 
 
 def spread(values: Sequence[float]) -> str:

@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, TypeVar
+from typing import Any
 
 from equipoise.checks import one_of
-from equipoise.config import Experiment, Override, experiment_from, read_yaml
+from equipoise.config import Override, read_yaml
 from equipoise.errors import InputError, unknown
 from equipoise.metrics import several_from
+from equipoise.study.checks import checked_list, for_all_runs, with_labels
 from equipoise.study.choice import Choices, read_choices
+from equipoise.study.jobs import Experiments
+from equipoise.study.methods import (
+    methods_from,
+    methods_to_tune,
+    used_choices,
+)
 from equipoise.study.metrics import check_metric
 from equipoise.study.plan import Job, Study, Tuning
 from equipoise.study.runs import flat
-from equipoise.study.selection import RULES, pair_label
+from equipoise.study.selection import RULES
+from equipoise.study.settings import folds_of, kept_settings, pairs_of, settings_from
 from equipoise.text import printable
 
 KEYS = ("base", "methods", "settings", "seeds", "metrics", "split", "baseline", "tuning")
 SPLITS = ("test", "val")
-# The longest name of a file or directory on the usual file systems, in bytes.
-LONGEST_NAME = 255
 COLUMNS = ("mean", "mean_groups", "sigma_clients", "sigma_groups", "worst10", "worst_group")
 # The columns of each metric in evaluation.metrics.
 OWN_COLUMNS = ("mean", "worst_group")
-LEAVE_OUT = "data.leave_out"
-# Keys that cannot be set for all runs of a study, and what to use instead.
-INSTEAD = {
-    **dict.fromkeys(
-        ("method", "methods"), "change the methods in the study, or choose among them with --method"
-    ),
-    **dict.fromkeys(("seed", "seeds"), "use --seed"),
-    "settings": "choose among them with --setting",
-    "metrics": "use --metrics",
-}
-
-T = TypeVar("T")
-Tried = dict[str, dict[str, dict[str, Any]]]
 
 
 def load_study(
@@ -197,119 +188,73 @@ def study_from(
     >>> tried.methods, tried.split
     (('fedavg', 'fedprox mu=0.1', 'fedprox mu=1'), 'val')
     """
-    if not isinstance(mapping, Mapping):
-        raise InputError(f"{where} must have base and methods, got {printable(repr(mapping), 500)}")
-    for key in mapping:
-        if key not in KEYS:
-            raise unknown("key", key, KEYS, where=where)
-    base = mapping.get("base")
-    if not isinstance(base, Mapping):
-        raise InputError(
-            f"{where}: base must be an experiment, such as 'data: digits', got {base!r}"
-        )
-    for key in ("method", "seed"):
-        if key in base:
-            raise InputError(f"{where}: base.{key} is not valid in a study; use {key}s")
-    described, changed = (
-        _methods(mapping.get("methods"), where),
-        _settings(mapping.get("settings"), where),
-    )
+    base = _base(mapping, where)
+    described = methods_from(mapping.get("methods"), where)
+    changed = settings_from(mapping.get("settings"), where)
     tuning, changes = _tuning(mapping.get("tuning", {}), where)
     split = mapping.get("split", "test")
     if split not in SPLITS:
         raise unknown("split", split, SPLITS, where=where)
     columns = metrics or mapping.get("metrics")
-    shown = _list(
+    shown = checked_list(
         COLUMNS if columns is None else columns,
         "--metrics" if metrics else f"{where}: metrics",
         str,
     )
-    drawn = _list(seeds or mapping.get("seeds", [0]), "--seed" if seeds else f"{where}: seeds", int)
+    drawn = checked_list(
+        seeds or mapping.get("seeds", [0]), "--seed" if seeds else f"{where}: seeds", int
+    )
     if tune:
         tuning, split = _with_seed(tuning, drawn) if seeds else tuning, "val"
         drawn = [tuning.seed]
-    for_all = _for_all(overrides)
+    for_all = for_all_runs(overrides)
+    later = [*(changes if tune else ()), *for_all]
+    named = mapping.get("settings") is not None
     divided = {
-        label: _folds(
-            base,
-            label,
-            own,
-            [*(changes if tune else ()), *for_all],
-            where,
-            named=mapping.get("settings") is not None,
-        )
+        label: folds_of(base, label, own, later, where, named=named)
         for label, own in changed.items()
     }
-    kept, part = _kept(described, methods, "method"), _kept_settings(divided, settings, where)
+    kept = with_labels(described, methods, "method")
+    part = kept_settings(divided, settings, where)
     folds = {
         label: tuple(fold for fold in own if fold in part)
         for label, own in divided.items()
         if label not in own
     }
-    made, tried = _to_tune(described, kept, where) if tune else (kept, {})
+    made, tried = methods_to_tune(described, kept, where) if tune else (kept, {})
     drawn_by = "--seed" if seeds else f"tuning of {where}" if tune else f"seeds of {where}"
-
-    def experiment(
-        method: _Method, setting: str, seed: int, *, tuned: bool, also: _Setting | None = None
-    ) -> Experiment:
-        named = Override("method", method.options, f"methods of {where}")
-        tuned_with, differing = changes if tuned else [], also or part[setting]
-        between = [
-            *differing.changes,
-            *method.changes,
-            *tuned_with,
-            Override("seed", seed, drawn_by),
-        ]
-        overrides = [named, *between, *for_all, *differing.left_out]
-        return experiment_from(base, f"base of {where}", overrides, on_import=on_import)
-
+    experiments = Experiments(base, where, changes, for_all, drawn_by, on_import)
     settings_of = {fold: label for label, own in divided.items() for fold in own}
-    used = {} if tune else _choices(chosen or {}, made, where)
-
-    def job(setting: str, label: str, method: _Method, seed: int) -> Job:
-        untuned = experiment(method, setting, seed, tuned=tune)
-        choice = used.get(settings_of[setting], {}).get(label)
-        if choice is None:
-            return Job(setting, label, seed, untuned)
-        tuned, variant = (
-            experiment(method.with_values(choice.values), setting, seed, tuned=False),
-            _variant(label, choice.values),
-        )
-        folder = variant if tuned.plain() != untuned.plain() else None
-        return Job(setting, label, seed, tuned, folder, variant)
-
+    used = {} if tune else used_choices(chosen or {}, made, where)
     # Seed by seed, so a study that is stopped early has all methods and settings of some seeds.
     jobs = [
-        job(setting, label, method, seed)
+        experiments.job(
+            setting,
+            method,
+            seed,
+            tuned=tune,
+            choice=used.get(settings_of[setting[0]], {}).get(method[0]),
+        )
         for seed in drawn
-        for setting in part
-        for label, method in made.items()
+        for setting in part.items()
+        for method in made.items()
     ]
     if tune and "leave-one-domain-out" in tuning.selection:
         jobs += [
-            Job(
-                label,
-                named,
-                tuning.seed,
-                experiment(method, label, tuning.seed, tuned=True, also=pair),
-            )
+            experiments.job(pair, method, tuning.seed, tuned=True)
             for whole, own in folds.items()
-            for label, pair in _pairs(whole, own, part, where).items()
-            for named, method in made.items()
+            for pair in pairs_of(whole, own, part, where).items()
+            for method in made.items()
         ]
     if not tune:
         # To find errors in a grid now and not when the study is tuned.
-        for described_as in kept.values():
-            for values in described_as.variants.values():
-                experiment(described_as.with_values(values), next(iter(part)), drawn[0], tuned=True)
+        for method in kept.values():
+            for values in method.variants.values():
+                first = next(iter(part.values()))
+                experiments.make(method.with_values(values), first, drawn[0], tuned=True)
     if split == "val":
         _check_validation(jobs, "tuning" if tune else f"{where}: split: val")
-    # Not earlier, because the code that experiments import may register metrics.
-    evaluated = dict.fromkeys(
-        metric.name
-        for job in jobs
-        for metric in several_from(job.experiment.evaluation.metrics, "evaluation.metrics")
-    )
+    evaluated = _evaluated(jobs)
     if columns is None:
         shown += [f"{name}.{kind}" for name in evaluated for kind in OWN_COLUMNS]
     origins = dict.fromkeys(shown, "--metrics" if metrics else f"metrics of {where}")
@@ -345,202 +290,34 @@ def study_from(
     )
 
 
-def _choices(chosen: Choices, methods: Mapping[str, _Method], where: str) -> Choices:
-    """Return the choices for methods with a grid. Values that are not in the grid are refused."""
-    used: Choices = {}
-    for setting, of in chosen.items():
-        for label, choice in of.items():
-            if label not in methods:
-                continue
-            if dict(choice.values) not in methods[label].variants.values():
-                raise InputError(
-                    f"{where}: tuning has chosen {_variant(label, choice.values)!r} for {setting}, "
-                    "which is no longer in the grid of the method; tune the study again "
-                    "(--tune), or ignore the choice (--untuned)"
-                )
-            used.setdefault(setting, {})[label] = choice
-    return used
-
-
-@dataclass(frozen=True)
-class _Method:
-    """The description of a method in a study.
-
-    Attributes
-    ----------
-    options : dict
-        Its name and hyper-parameters.
-    variants : dict
-        The values of its grid, by the labels of its variants.
-    changes : list of Override
-        Other settings that are different for this method, such as the number of epochs.
-    """
-
-    options: dict[str, Any]
-    variants: dict[str, dict[str, Any]]
-    changes: list[Override]
-
-    def with_values(self, values: Mapping[str, Any]) -> _Method:
-        """Return a variant."""
-        return replace(self, options=self.options | dict(values))
-
-
-def _methods(given: Any, where: str) -> dict[str, _Method]:
-    """Return the methods by their labels."""
-    if not isinstance(given, list) or not given:
+def _base(mapping: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return the base of a study. Unknown keys, and those that runs differ in, are refused."""
+    if not isinstance(mapping, Mapping):
+        raise InputError(f"{where} must have base and methods, got {printable(repr(mapping), 500)}")
+    for key in mapping:
+        if key not in KEYS:
+            raise unknown("key", key, KEYS, where=where)
+    base = mapping.get("base")
+    if not isinstance(base, Mapping):
         raise InputError(
-            f"{where}: methods must be a list of names or mappings with a name, got {given!r}"
+            f"{where}: base must be an experiment, such as 'data: digits', got {base!r}"
         )
-    methods: dict[str, _Method] = {}
-    for item in given:
-        options = dict(item) if isinstance(item, Mapping) else {"name": item}
-        label = _label(options.pop("label", options.get("name")), "methods", where)
-        if label in methods:
-            raise _called_alike(label, where)
-        variants, changes = _variants(options.pop("grid", {}), label, where), options.pop("set", {})
-        origin = f"set of method {label!r} of {where}"
-        if not isinstance(changes, Mapping):
-            raise InputError(f"{origin} must hold keys with values, got {changes!r}")
-        overrides = [Override(key, value, origin) for key, value in flat(changes)]
-        if strays := [
-            override.key for override in overrides if override.key.partition(".")[0] in INSTEAD
-        ]:
-            raise InputError(f"{origin}: {strays[0]} is not valid there")
-        methods[label] = _Method(options, variants, overrides)
-    return methods
+    for key in ("method", "seed"):
+        if key in base:
+            raise InputError(f"{where}: base.{key} is not valid in a study; use {key}s")
+    return base
 
 
-def _called_alike(label: str, where: str) -> InputError:
-    return InputError(f"{where}: two methods are called {label!r}; give them different labels")
+def _evaluated(jobs: Sequence[Job]) -> dict[str, None]:
+    """Return the names of ``evaluation.metrics`` in any run.
 
-
-def _to_tune(
-    described: Mapping[str, _Method], kept: Mapping[str, _Method], where: str
-) -> tuple[dict[str, _Method], Tried]:
-    """Return the methods that tuning runs, and the values of their variants.
-
-    These are the study's first method and all variants of the methods that are kept.
+    The code that experiments import may register metrics, so experiments are made before.
     """
-    tried = {label: method.variants for label, method in kept.items() if method.variants}
-    if not tried:
-        raise InputError(
-            f"{where}: no method has a grid of values to try, such as grid: {{q: [0.1, 1]}}"
-        )
-    first, method = next(iter(described.items()))
-    reference = dict(itertools.islice(method.variants.items(), 1)) or {first: {}}
-    made: dict[str, _Method] = {}
-    for label, variants in ({first: reference} | tried).items():
-        for variant, values in variants.items():
-            if variant in made:
-                raise _called_alike(variant, where)
-            made[variant] = described[label].with_values(values)
-    return made, tried
-
-
-def _variants(grid: Any, label: str, where: str) -> dict[str, dict[str, Any]]:
-    """Return every combination of a grid's values by its label."""
-    if not isinstance(grid, Mapping) or not all(
-        isinstance(values, list) and values for values in grid.values()
-    ):
-        raise InputError(
-            f"{where}: grid of method {label!r} must have hyper-parameters with lists of values, "
-            f"got {grid!r}"
-        )
-    variants: dict[str, dict[str, Any]] = {}
-    for combination in itertools.product(*grid.values()) if grid else ():
-        values = dict(zip(grid, combination, strict=True))
-        variant = _label(_variant(label, values), "methods", where)
-        if variant in variants:
-            raise InputError(
-                f"{where}: grid of method {label!r} has {variant.removeprefix(f'{label} ')} twice"
-            )
-        variants[variant] = values
-    return variants
-
-
-def _kept(there: Mapping[str, T], chosen: Sequence[str] | None, kind: str) -> dict[str, T]:
-    """Return those with the given labels, in the study's order; all without labels."""
-    for label in chosen or ():
-        if label not in there:
-            raise unknown(kind, label, there, where=f"--{kind}")
-    return {label: value for label, value in there.items() if not chosen or label in chosen}
-
-
-@dataclass(frozen=True)
-class _Setting:
-    """What a setting changes, and for folds the group that is left out."""
-
-    changes: list[Override]
-    left_out: tuple[Override, ...] = ()
-
-
-def _folds(
-    base: Mapping[str, Any],
-    label: str,
-    changes: list[Override],
-    later: list[Override],
-    where: str,
-    *,
-    named: bool,
-) -> dict[str, _Setting]:
-    """Return one setting for each group that is left out, by its label.
-
-    If ``leave_out`` is not a list, return the setting itself.
-    """
-    data = base.get("data")
-    given, origin = (
-        (data.get("leave_out") if isinstance(data, Mapping) else None),
-        f"base of {where}",
+    return dict.fromkeys(
+        metric.name
+        for job in jobs
+        for metric in several_from(job.experiment.evaluation.metrics, "evaluation.metrics")
     )
-    for override in (*changes, *later):
-        if override.key in ("data", LEAVE_OUT):
-            given, origin = (override.value if override.key == LEAVE_OUT else None), override.origin
-    if not isinstance(given, list):
-        return {label: _Setting(changes)}
-    groups = _list(given, f"{origin}: {LEAVE_OUT}", str)
-    return {
-        _label(f"{label}-{group}" if named else group, LEAVE_OUT, where): _Setting(
-            changes, (Override(LEAVE_OUT, group, origin),)
-        )
-        for group in groups
-    }
-
-
-def _pairs(
-    whole: str, folds: Sequence[str], part: Mapping[str, _Setting], where: str
-) -> dict[str, _Setting]:
-    """Return one setting for each pair of groups that are left out together, by its label."""
-    if len(folds) < 3:
-        raise InputError(
-            f"tuning of {where}: leave-one-domain-out needs three left-out groups or more in "
-            f"setting {whole!r}, got {', '.join(folds) or 'none'}"
-        )
-    found = {}
-    for one, other in itertools.combinations(folds, 2):
-        (first,), (second,) = part[one].left_out, part[other].left_out
-        label = _label(pair_label(one, other), LEAVE_OUT, where)
-        found[label] = _Setting(
-            part[one].changes, (replace(first, value=[first.value, second.value]),)
-        )
-    return found
-
-
-def _kept_settings(
-    divided: Mapping[str, Mapping[str, _Setting]], chosen: Sequence[str] | None, where: str
-) -> dict[str, _Setting]:
-    """Return the settings and folds with the given labels, which may be those of settings."""
-    every: dict[str, _Setting] = {}
-    for label, own in divided.items():
-        for fold, setting in own.items():
-            if fold in every or (fold != label and fold in divided):
-                raise InputError(
-                    f"{where}: two settings are called {fold!r}; one of them is named after a "
-                    "left-out group"
-                )
-            every[fold] = setting
-    folds = {label: list(own) for label, own in divided.items()} | {fold: [fold] for fold in every}
-    wanted = {fold for own in _kept(folds, chosen, "setting").values() for fold in own}
-    return {label: setting for label, setting in every.items() if label in wanted}
 
 
 def _baseline(
@@ -555,24 +332,6 @@ def _baseline(
     return baseline if baseline in made else None
 
 
-def _for_all(given: Sequence[str | Override]) -> list[Override]:
-    """Return the overrides for every run. Keys in which the runs of a study differ are refused."""
-    overrides = [item if isinstance(item, Override) else Override.parse(item) for item in given]
-    for override in overrides:
-        key = override.key.partition(".")[0]
-        if key in INSTEAD:
-            raise InputError(
-                f"{override.origin}: {key} cannot be set for all runs of a study; {INSTEAD[key]}"
-            )
-    return overrides
-
-
-def _with_seed(tuning: Tuning, seeds: Sequence[int]) -> Tuning:
-    if len(seeds) > 1:
-        raise InputError(f"--seed: tuning takes one seed, got {', '.join(map(str, seeds))}")
-    return replace(tuning, seed=seeds[0])
-
-
 def _check_validation(jobs: Sequence[Job], what: str) -> None:
     """Refuse tuning if clients have no validation data."""
     for experiment in (job.experiment for job in jobs):
@@ -582,22 +341,6 @@ def _check_validation(jobs: Sequence[Job], what: str) -> None:
                 f"{experiment.origins.of('data.splits')} has none, got "
                 f"{list(experiment.data['splits'])}"
             )
-
-
-def _variant(label: str, values: Mapping[str, Any]) -> str:
-    return " ".join([label, *(f"{name}={_written(value)}" for name, value in values.items())])
-
-
-def _written(value: Any) -> str:
-    """Return a value as part of a label, such as ``qffl,q=1`` for ``{name: qffl, q: 1}``."""
-    if isinstance(value, Mapping):
-        named = [_written(value["name"])] if "name" in value else []
-        return ",".join(
-            named + [f"{key}={_written(inner)}" for key, inner in value.items() if key != "name"]
-        )
-    if isinstance(value, list):
-        return f"[{', '.join(map(_written, value))}]"
-    return str(value)
 
 
 def _tuning(given: Any, where: str) -> tuple[Tuning, list[Override]]:
@@ -611,7 +354,7 @@ def _tuning(given: Any, where: str) -> tuple[Tuning, list[Override]]:
     }
     fields = {key: value for key, value in given.items() if key != "set"}
     if "selection" in fields:
-        fields["selection"] = tuple(_list(fields["selection"], f"{origin}: selection", str))
+        fields["selection"] = tuple(checked_list(fields["selection"], f"{origin}: selection", str))
         for rule in fields["selection"]:
             one_of(rule, tuple(RULES), f"{origin}: selection")
     for key, value in fields.items():
@@ -627,47 +370,7 @@ def _tuning(given: Any, where: str) -> tuple[Tuning, list[Override]]:
     ]
 
 
-def _settings(given: Any, where: str) -> dict[str, list[Override]]:
-    if given is None:
-        return {"base": []}
-    if not isinstance(given, Mapping) or not given:
-        raise InputError(f"{where}: settings must be labels with what they change, got {given!r}")
-    settings = {}
-    for label, changes in given.items():
-        origin = f"settings.{label} of {where}"
-        if not isinstance(changes, Mapping | NoneType):
-            raise InputError(f"{origin} must hold keys with values, got {changes!r}")
-        overrides = [Override(key, value, origin) for key, value in flat(changes or {})]
-        if any(override.key == "seed" for override in overrides):
-            raise InputError(f"{origin}: seed is not valid in a setting; use seeds")
-        settings[_label(label, "settings", where)] = overrides
-    return settings
-
-
-def _label(given: Any, key: str, where: str) -> str:
-    label = (
-        str(given) if isinstance(given, str | int | float) and not isinstance(given, bool) else ""
-    )
-    if (
-        not label
-        or label.startswith(".")
-        or not label.isprintable()
-        or set(label) & set('/\\:|"<>*?')
-    ):
-        raise InputError(f"{where}: {key} has the label {given!r}, which cannot name a directory")
-    if len(label.encode()) > LONGEST_NAME:
-        raise InputError(
-            f"{where}: {key} has the label {given!r}, which is too long to name a directory"
-        )
-    return label
-
-
-def _list(given: Any, what: str, kind: type[Any]) -> list[Any]:
-    """Return a list of different values of one type, checked."""
-    right = isinstance(given, list | tuple) and all(
-        isinstance(item, kind) and not isinstance(item, bool) for item in given
-    )
-    if not right or not given or len(set(given)) < len(given):
-        kinds = "whole numbers" if kind is int else "names"
-        raise InputError(f"{what} must be a list of different {kinds}, got {given!r}")
-    return list(given)
+def _with_seed(tuning: Tuning, seeds: Sequence[int]) -> Tuning:
+    if len(seeds) > 1:
+        raise InputError(f"--seed: tuning takes one seed, got {', '.join(map(str, seeds))}")
+    return replace(tuning, seed=seeds[0])

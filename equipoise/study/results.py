@@ -1,33 +1,30 @@
-"""The results of a study, as tables."""
+"""The results of a study: values, rankings, intervals and differences of its methods."""
 
 from __future__ import annotations
 
-import csv
-import io
-import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from equipoise.run.records import Row, task_of
-from equipoise.study.choice import Choice, Choices
+from equipoise.study import tables
+from equipoise.study.choice import Choices
 from equipoise.study.intervals import CONFIDENCE, RESAMPLES, Interval, interval
-from equipoise.study.latex import latex_table
 from equipoise.study.metrics import (
     TOTALS,
     apart,
     left_out,
     model_of,
-    own_of,
     scored,
     should_be_high,
     value_of,
 )
+from equipoise.study.numbers import Difference, mean_and_std, number
 from equipoise.study.runs import counted_rows
-from equipoise.study.selection import RULES, Selected, select_by_rules
+from equipoise.study.selection import Selected, select_by_rules, selection_table
 from equipoise.study.significance import (
     LEAST_SEEDS,
     LEVEL,
@@ -37,6 +34,7 @@ from equipoise.study.significance import (
     against,
     rank_methods,
 )
+from equipoise.study.tuned import choices_of, tuned
 
 if TYPE_CHECKING:
     from equipoise.study.plan import Job, Study
@@ -181,7 +179,7 @@ class Results:
         if not any(own for row in found.values() for own in row):
             return {}
         return {
-            method: [f"[{_number(own[0])}, {_number(own[1])}]" if own else "–" for own in row]
+            method: [f"[{number(own[0])}, {number(own[1])}]" if own else "–" for own in row]
             for method, row in found.items()
         }
 
@@ -217,7 +215,7 @@ class Results:
 
     def cell(self, setting: str, method: str, metric: str) -> str:
         """Return mean ± standard deviation over seeds as text."""
-        mean, spread, count = _statistics(self.values(setting, method, metric).values())
+        mean, spread, count = mean_and_std(self.values(setting, method, metric).values())
         if mean is None:
             folds = self.study.folds.get(setting, (setting,))
             own = (
@@ -225,7 +223,7 @@ class Results:
             )
             lost = any(path in self.failures for path in own)
             return "failed" if lost else "–"
-        text = _number(mean) if spread is None else f"{_number(mean)} ± {_number(spread)}"
+        text = number(mean) if spread is None else f"{number(mean)} ± {number(spread)}"
         return (
             text
             if count == len(self.study.seeds)
@@ -247,10 +245,11 @@ class Results:
 
     def _models(self, setting: str, method: str, metrics: Iterable[str]) -> dict[str, str]:
         """Return the model behind metrics of seen and of unseen clients, if there is one."""
-        found = {apart(metric)[1]: self._model(setting, method, metric) for metric in metrics}
+        found = {apart(metric)[1]: self.model(setting, method, metric) for metric in metrics}
         return {who: model for who, model in found.items() if model}
 
-    def _model(self, setting: str, method: str, metric: str) -> str | None:
+    def model(self, setting: str, method: str, metric: str) -> str | None:
+        """Return the model behind a metric; None without a run that has it."""
         models = (model_of(summary, metric) for _, summary in self._runs(setting, method))
         return next((model for model in models if model), None)
 
@@ -272,7 +271,7 @@ class Results:
     def worst_group(self, setting: str, method: str) -> str | None:
         """Return the worst group of a method, on average over seeds."""
         means = {
-            group: _statistics(self.values(setting, method, f"groups.{group}").values())[0]
+            group: mean_and_std(self.values(setting, method, f"groups.{group}").values())[0]
             for group in self.groups(setting)
         }
         scores = {group: mean for group, mean in means.items() if mean is not None}
@@ -280,65 +279,24 @@ class Results:
             return None
         return (
             max(scores, key=scores.__getitem__)
-            if self._lower_is_better
+            if self.lower_is_better
             else min(scores, key=scores.__getitem__)
         )
 
     @property
-    def _lower_is_better(self) -> bool:
+    def lower_is_better(self) -> bool:
+        """Whether low values of the score are better."""
         return any(not task_of(summary).higher_is_better for summary in self.summaries.values())
 
     def chosen(self, setting: str) -> dict[str, Mapping[str, Any]]:
         """Return the best values of every method with a grid and a successful run."""
-        return {method: choice.values for method, choice in self._choices(setting).items()}
+        return {method: choice.values for method, choice in choices_of(self, setting).items()}
 
     @property
     def choices(self) -> Choices:
         """The choices of tuning, by setting and method."""
-        made = {setting: self._choices(setting) for setting in self.study.whole_settings}
+        made = {setting: choices_of(self, setting) for setting in self.study.whole_settings}
         return {setting: choices for setting, choices in made.items() if choices}
-
-    def _choices(self, setting: str) -> dict[str, Choice]:
-        tuning, best = self.study.tuning, {}
-        mean_of_first = self._tuned(setting, self.study.methods[0], "mean")
-        reference = mean_of_first
-        if reference is None:
-            reference = math.inf if self._lower_is_better else -math.inf
-        for method, variants in self.study.tried.items():
-            measured = {}
-            for label in variants:
-                mean, by = (self._tuned(setting, label, metric) for metric in ("mean", tuning.by))
-                if mean is not None and by is not None:
-                    measured[label] = (mean, by)
-            if measured:
-                higher = not self._lower_is_better
-                label = tuning.best(
-                    measured, reference, higher_is_better=higher, by_higher=self._by_higher
-                )
-                similar = tuning.similar(measured, reference, higher_is_better=higher)
-                mean, by = measured[label]
-                decided = [measured[other] for other in similar] or [(mean, by)]
-                best[method] = Choice(
-                    values=variants[label],
-                    by=tuning.by,
-                    split=self.study.split,
-                    seed=tuning.seed,
-                    tolerance=tuning.tolerance,
-                    among=len(measured),
-                    within_tolerance=len(similar),
-                    tied=sum(value == by for _, value in decided),
-                    mean=mean,
-                    value=by,
-                    reference=mean_of_first,
-                )
-        return best
-
-    @property
-    def _by_higher(self) -> bool | None:
-        """Whether the metric of tuning should be high; None if it is the task's score."""
-        own = own_of(self.study.tuning.by)[0]
-        declared = (summary.get("metrics", {}).get(own) for summary in self.summaries.values())
-        return next((bool(metric["higher_is_better"]) for metric in declared if metric), None)
 
     def selected(self, setting: str) -> dict[str, dict[str, list[Selected]]]:
         """Return the choices of DomainBed's rules; see :mod:`equipoise.study.selection`."""
@@ -346,27 +304,7 @@ class Results:
 
     def selection_table(self, setting: str) -> tuple[str, list[str], list[list[str]]] | None:
         """Return title, header and rows of the table of rules; None without tuning or folds."""
-        found = self.selected(setting)
-        if not found:
-            return None
-        folds = len(self.study.folds[setting])
-        rows = []
-        for method in next(iter(found.values())):
-            tested = [[one.tested for one in by_method[method]] for by_method in found.values()]
-            rows.append(
-                [
-                    method,
-                    *(
-                        _number(statistics.fmean(own)) if len(own) == folds else "–"
-                        for own in tested
-                    ),
-                ]
-            )
-        title = f"{setting}: mean over left-out groups, hyper-parameters chosen for each by"
-        return title, ["method", *(RULES[rule] for rule in found)], rows
-
-    def _tuned(self, setting: str, method: str, metric: str) -> float | None:
-        return self.values(setting, method, metric).get(self.study.tuning.seed)
+        return selection_table(self, setting)
 
     @property
     def undecided(self) -> list[tuple[str, str]]:
@@ -397,7 +335,7 @@ class Results:
                 )
         for setting in self.study.whole_settings:
             first, chosen = self.study.methods[0], self.chosen(setting)
-            if chosen and self._tuned(setting, first, "mean") is None:
+            if chosen and tuned(self, setting, first, "mean") is None:
                 found.append(
                     f"{setting}: chosen without the tolerance, because {first} has no mean"
                 )
@@ -411,285 +349,27 @@ class Results:
 
     def plain(self) -> dict[str, Any]:
         """Return everything as plain values for JSON."""
-        names = ("setting", "method", "model", "metric")
-        rows = [
-            dict(zip(names, which, strict=True))
-            | dict(zip(("mean", "std", "n"), summed, strict=True))
-            | dict(zip(("rank", "p", "low", "high"), compared, strict=True))
-            | {"seeds": {str(seed): value for seed, value in seeds.items()}}
-            for *which, summed, compared, seeds in self._rows()
-        ]
-        failures = {path.as_posix(): message for path, message in self.failures.items()}
-        plain: dict[str, Any] = {
-            "metrics": list(self.study.metrics),
-            "split": self.study.split,
-            "std": self.spread,
-            "results": rows,
-        }
-        plain["statistics"] = {
-            "marks": self.about_marks,
-            "test": TEST,
-            "level": LEVEL,
-            "least_seeds": LEAST_SEEDS,
-            "intervals": self.about_intervals,
-        }
-        if self.compared:
-            named = ("setting", "method", "metric")
-            plain["differences"] = [
-                {
-                    **dict(zip(named, which, strict=True)),
-                    "baseline": self.study.baseline,
-                    **asdict(difference),
-                }
-                for *which, difference in self._differences()
-            ]
-        chosen = (
-            {setting: self.chosen(setting) for setting in self.study.whole_settings}
-            if self.study.tried
-            else None
-        )
-        if selections := {
-            setting: self.selected(setting) for setting in self.study.folds if self.study.tried
-        }:
-            plain["selection"] = [
-                {"setting": setting, "rule": rule, "method": method, **asdict(one)}
-                for setting, by_rule in selections.items()
-                for rule, by_method in by_rule.items()
-                for method, chosen_for in by_method.items()
-                for one in chosen_for
-            ]
-        how = self.choices if self.study.tried else self.study.chosen
-        about = {
-            s: {method: asdict(choice) for method, choice in of.items()} for s, of in how.items()
-        }
-        return (
-            plain
-            | {"failures": failures, "warnings": self.warnings}
-            | ({"chosen": chosen} if chosen else {})
-            | ({"tuning": about} if about else {})
-        )
+        return tables.as_plain(self)
 
     def markdown(self) -> str:
         """Return the tables as Markdown."""
-        lines = []
-        for setting in self.tables:
-            for title, header, rows in self._written(setting):
-                lines += _table(title, header, rows)
-            if intervals := self.interval_cells(setting):
-                rows = [[method, *cells] for method, cells in intervals.items()]
-                lines += _table(
-                    f"{setting}: {self.about_intervals}", ["method", *self.study.metrics], rows
-                )
-        lines += [f"{self.about_marks}\n"] if len(self.study.methods) > 1 else []
-        for setting in self.study.folds:
-            if selection := self.selection_table(setting):
-                lines += _table(*selection)
-        for setting in self.compared:
-            rows = [
-                [
-                    method,
-                    *(
-                        self.difference(setting, method, metric).cell
-                        for metric in self.study.metrics
-                    ),
-                ]
-                for method in self.study.others
-            ]
-            lines += _table(self.about_differences(setting), ["method", *self.study.metrics], rows)
-        lines += [f"Warning: {message}\n" for message in self.warnings]
-        lines += [
-            f"Failed: `{path.as_posix()}`: {message}\n" for path, message in self.failures.items()
-        ]
-        return "\n".join(lines)
-
-    def _written(self, setting: str) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-        """Yield title, header and rows of the tables of metrics and groups, with marks."""
-        tables = {
-            f"{self.data(setting)}: mean ± {self.spread}": {
-                metric: metric for metric in self.study.metrics
-            }
-        }
-        if groups := self.groups(setting):
-            tables[f"{setting}: mean over the clients of each group"] = {
-                group: f"groups.{group}" for group in groups
-            }
-        for title, columns in tables.items():
-            models = self.models(setting, columns.values())
-            rankings = {metric: self.ranking(setting, metric) for metric in columns.values()}
-            rows = []
-            for method in self.study.methods:
-                cells = (
-                    _marked(self.cell(setting, method, metric), ranking, method)
-                    for metric, ranking in rankings.items()
-                )
-                rows.append([method, *([models[method]] if models else []), *cells])
-            yield title, ["method", *(["model"] if models else []), *columns], rows
+        return tables.as_markdown(self)
 
     def latex(self) -> str:
         """Return the tables as LaTeX, for the package booktabs."""
-        return "\n".join(
-            latex_table(
-                title, header, rows, note=self.about_marks if len(self.study.methods) > 1 else ""
-            )
-            for setting in self.tables
-            for title, header, rows in self._written(setting)
-        )
+        return tables.as_latex(self)
 
     def csv(self) -> str:
         """Return CSV with one row per setting, method and metric, including groups."""
-        rows = ([*which, *summed, *compared] for *which, summed, compared, _ in self._rows())
-        return _csv(
-            [
-                "setting",
-                "method",
-                "model",
-                "metric",
-                "mean",
-                "std",
-                "n",
-                "rank",
-                "p",
-                "low",
-                "high",
-            ],
-            rows,
-        )
+        return tables.as_csv(self)
 
     def csv_seeds(self) -> str:
         """Return CSV with one row per setting, method, metric and seed."""
-        rows = (
-            [*which, seed, value]
-            for *which, _, _, seeds in self._rows()
-            for seed, value in seeds.items()
-        )
-        return _csv(["setting", "method", "model", "metric", "seed", "value"], rows)
+        return tables.seeds_as_csv(self)
 
     def csv_differences(self) -> str:
         """Return CSV of the differences from the baseline by setting, method and metric."""
-        rows = (
-            [setting, method, self.study.baseline, metric, *asdict(difference).values()]
-            for setting, method, metric, difference in self._differences()
-        )
-        return _csv(
-            [
-                "setting",
-                "method",
-                "baseline",
-                "metric",
-                *(item.name for item in fields(Difference)),
-            ],
-            rows,
-        )
-
-    def _differences(self) -> Iterator[tuple[str, str, str, Difference]]:
-        for setting in self.compared:
-            for method in self.study.others:
-                for metric in self.study.metrics:
-                    yield setting, method, metric, self.difference(setting, method, metric)
-
-    def _rows(
-        self,
-    ) -> Iterator[tuple[str, str, str | None, str, _Statistics, _Compared, dict[int, float]]]:
-        for setting in self.tables:
-            metrics = dict.fromkeys(
-                [*self.study.metrics, *(f"groups.{group}" for group in self.groups(setting))]
-            )
-            rankings = {metric: self.ranking(setting, metric) for metric in metrics}
-            for method in self.study.methods:
-                for metric, ranking in rankings.items():
-                    seeds = self.values(setting, method, metric)
-                    yield (
-                        setting,
-                        method,
-                        self._model(setting, method, metric),
-                        metric,
-                        _statistics(seeds.values()),
-                        self._compared(setting, method, metric, ranking),
-                        seeds,
-                    )
-
-    def _compared(self, setting: str, method: str, metric: str, ranking: Ranking) -> _Compared:
-        place = 1 if method in ranking.best else 2 if method in ranking.second else None
-        return (
-            place,
-            (ranking.p or {}).get(method),
-            *(self.interval(setting, method, metric) or (None, None)),
-        )
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The difference between two methods, from pairs of runs that differ only in the method.
-
-    Attributes
-    ----------
-    mean : float or None
-        The mean difference; None without pairs.
-    std : float or None
-        The sample standard deviation (n - 1) of the differences; None for fewer than two pairs.
-    standard_error : float or None
-        ``std`` divided by √n.
-    pairs : int
-        The number n of pairs.
-    p : float or None
-        The p-value of a two-sided paired t-test over seeds, after Holm's correction over all
-        methods except the baseline; None for fewer than ``LEAST_SEEDS`` seeds. Left-out groups are
-        averaged first, because pairs of one seed share clients.
-
-    Examples
-    --------
-    >>> Difference.of([0.03, 0.01, 0.02, 0.02]).cell
-    '+0.020 ± 0.004 (0.008; 4)'
-    """
-
-    mean: float | None
-    std: float | None
-    standard_error: float | None
-    pairs: int
-    p: float | None = None
-
-    @classmethod
-    def of(cls, differences: Sequence[float], p: float | None = None) -> Difference:
-        """Summarize the differences of all pairs."""
-        mean, std, pairs = _statistics(differences)
-        return cls(mean, std, None if std is None else std / math.sqrt(pairs), pairs, p)
-
-    @property
-    def cell(self) -> str:
-        """The difference as a cell of a table."""
-        if self.mean is None:
-            return "–"
-        mean = f"+{_number(self.mean)}" if self.mean >= 0 else _number(self.mean)
-        if self.std is None or self.standard_error is None:
-            return f"{mean} ({self.pairs})"
-        tested = "" if self.p is None else f"; p = {self.p:.3f}"
-        return (
-            f"{mean} ± {_number(self.standard_error)} ({_number(self.std)}; {self.pairs}{tested})"
-        )
-
-
-_Statistics = tuple[float | None, float | None, int]
-# Rank (1 or 2), p-value against the best, and the ends of the interval over clients.
-_Compared = tuple[int | None, float | None, float | None, float | None]
-
-
-def _statistics(values: Iterable[float]) -> _Statistics:
-    """Return mean, sample standard deviation and number of values; None if undefined."""
-    numbers = list(values)
-    mean = statistics.fmean(numbers) if numbers else None
-    return mean, statistics.stdev(numbers) if len(numbers) > 1 else None, len(numbers)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
-
-
-def _marked(cell: str, ranking: Ranking, method: str) -> str:
-    """Mark the best cell, the second, and those worse than the best, in Markdown."""
-    if method in ranking.best:
-        return f"**{cell}**"
-    marked = f"<u>{cell}</u>" if method in ranking.second else cell
-    return f"{marked} {WORSE}" if method in ranking.worse else marked
+        return tables.differences_as_csv(self)
 
 
 def _said(models: Mapping[str, str]) -> str:
@@ -697,17 +377,3 @@ def _said(models: Mapping[str, str]) -> str:
     if len(set(models.values())) > 1:
         return ", ".join(f"{who} {model}" for who, model in models.items())
     return next(iter(models.values()), "–")
-
-
-def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table in Markdown, with its title before and an empty line after it."""
-    lines = [f"| {' | '.join(row)} |" for row in (header, *rows)]
-    return [f"**{title}**", "", lines[0], "|---" * len(header) + "|", *lines[1:], ""]
-
-
-def _csv(header: Sequence[str], rows: Iterator[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
-    return text.getvalue()

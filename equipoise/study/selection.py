@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from equipoise.run.records import task_of
 from equipoise.study.metrics import value_of
+from equipoise.study.numbers import number
 
 if TYPE_CHECKING:
     from equipoise.study.results import Results
@@ -110,6 +111,27 @@ def select_by_rules(results: Results, setting: str) -> dict[str, dict[str, list[
         rule: {label: chooser.choose(rule, variants) for label, variants in methods.items()}
         for rule in study.tuning.selection
     }
+
+
+def selection_table(
+    results: Results, setting: str
+) -> tuple[str, list[str], list[list[str]]] | None:
+    """Return title, header and rows of the table of rules; None without tuning or folds."""
+    found = select_by_rules(results, setting)
+    if not found:
+        return None
+    folds = len(results.study.folds[setting])
+    rows = []
+    for method in next(iter(found.values())):
+        tested = [[one.tested for one in by_method[method]] for by_method in found.values()]
+        rows.append(
+            [
+                method,
+                *(number(statistics.fmean(own)) if len(own) == folds else "–" for own in tested),
+            ]
+        )
+    title = f"{setting}: mean over left-out groups, hyper-parameters chosen for each by"
+    return title, ["method", *(RULES[rule] for rule in found)], rows
 
 
 class _Chooser:

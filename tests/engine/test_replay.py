@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from equipoise.cli import show
+from equipoise.cli.show.run import show_run
 from equipoise.engine import blocks, replay, workshop
 from equipoise.engine.phase_run import PhaseRun, Shape, Span
 from equipoise.engine.replay import Replay
@@ -361,10 +361,10 @@ def test_a_run_whose_steps_cannot_be_replayed_says_so_in_its_summary(capsys):
     run = train(
         images(splits=(0.6, 0.2, 0.2)), rounds=1, machine=Machine(device="cpu"), model="logistic"
     )
-    show.run(run)
+    show_run(run)
     assert "slow" not in capsys.readouterr().out
     run.summary["not_replayed"] = reason
-    show.run(run)
+    show_run(run)
     assert f"not replayed on the GPU, because {reason}" in capsys.readouterr().out
 
 

@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from equipoise import optimizers
 from equipoise.engine.replay import Replay
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.workshop import Workshop
 from equipoise.methods import build
 from equipoise.models.base import Model
-from equipoise.optimizers import Sgd
+from equipoise.optimizers import Adam, Sgd, steps
 from equipoise.phases import plain_gradient
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
@@ -226,7 +225,7 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(update_kernels, "_launch_factors", counted)
     monkeypatch.setattr(
-        optimizers, "_kernels", lambda lr: update_kernels if isinstance(lr, Tensor) else None
+        steps, "kernels_for", lambda lr: update_kernels if isinstance(lr, Tensor) else None
     )
     return shapes
 
@@ -272,7 +271,7 @@ CASES = {
     "fedprox": ({"method": {"name": "fedprox", "mu": 0.5}}, False),
     "clipping": ({"clip": 0.1}, False),
     "another gradient": ({"method": "perfedavg"}, False),
-    "another optimizer": ({"optimizer": optimizers.Adam(lr=0.01)}, False),
+    "another optimizer": ({"optimizer": Adam(lr=0.01)}, False),
 }
 
 
@@ -283,7 +282,7 @@ def test_recorded_steps_give_the_numbers_of_ordinary_gradients(case, launched, m
     found = trained(recorder=Rerun(), **options)
     assert bool(launched) == serves
     assert {shape[1:] for shape in launched} == ({(6, 50), (4, 6)} if serves else set())
-    monkeypatch.setattr(optimizers, "_kernels", lambda lr: None)
+    monkeypatch.setattr(steps, "kernels_for", lambda lr: None)
     assert distance(found, trained(**options)) <= 2e-6
 
 
@@ -291,7 +290,7 @@ def test_recorded_steps_give_the_numbers_of_ordinary_gradients(case, launched, m
 def test_a_layer_that_is_called_twice_has_an_ordinary_gradient(launched, monkeypatch):
     found = trained(features=Twice, recorder=Rerun())
     assert {shape[1:] for shape in launched} == {(6, 50), (4, 6)}
-    monkeypatch.setattr(optimizers, "_kernels", lambda lr: None)
+    monkeypatch.setattr(steps, "kernels_for", lambda lr: None)
     assert distance(found, trained(features=Twice)) <= 2e-6
 
 

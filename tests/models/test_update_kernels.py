@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise import optimizers
-from equipoise.optimizers import Sgd
+from equipoise.optimizers import Sgd, steps
 
 pytest.importorskip("triton", reason="needs Triton, which is not made for this system")
 
@@ -57,7 +56,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(update_kernels, "_BLOCK", 64)
     monkeypatch.setattr(update_kernels, "_SMALL_BLOCK", 64)
     monkeypatch.setattr(update_kernels, "_SMALL", 192)
-    monkeypatch.setattr(optimizers, "_kernels", lambda lr: update_kernels)
+    monkeypatch.setattr(steps, "kernels_for", lambda lr: update_kernels)
     return sizes
 
 
@@ -88,7 +87,7 @@ def trajectory(optimizer, clients, active=None, gradient=lambda step: step):
 
 def plain(monkeypatch, *given, **options):
     with monkeypatch.context() as patch:
-        patch.setattr(optimizers, "_kernels", lambda lr: None)
+        patch.setattr(steps, "kernels_for", lambda lr: None)
         return trajectory(*given, **options)
 
 

@@ -14,11 +14,11 @@ import yaml
 from equipoise import Evaluation
 from equipoise.errors import InputError, RunError
 from equipoise.fairness import METRICS
-from equipoise.report import write_report
+from equipoise.report import weights, write_report
+from equipoise.report.comparison import CRITERIA, comparisons
 from equipoise.report.entries import find_entries
-from equipoise.report.one import weights
 from equipoise.report.reading import Part, read_run
-from equipoise.report.several import COLUMNS, CRITERIA, comparisons
+from equipoise.report.results import COLUMNS
 from tests.report.browser import EXECUTABLE, MISSING, Browser
 from tests.report.pages import Page
 from tests.report.synthetic import write_run
@@ -216,7 +216,7 @@ def test_weights_and_losses(tmp_path):
 
 
 def _charts(record):
-    return weights(record).charts
+    return weights.of_run(record).charts
 
 
 def test_runs_of_earlier_releases(tmp_path):

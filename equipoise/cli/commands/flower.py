@@ -10,6 +10,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from equipoise.cli.errors import errors_as_lines
+from equipoise.cli.options import Debug
 from equipoise.cli.paths import check_directory
 from equipoise.errors import InputError
 
@@ -28,12 +30,10 @@ _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_op
 def new(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the app.")],
     experiment: Annotated[Path, typer.Option(help="The YAML file of the experiment.")],
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Write a Flower app for an experiment."""
-    from equipoise.cli import _errors
-
-    with _errors(debug):
+    with errors_as_lines(debug):
         check_directory(directory, "choose another DIR")
         from equipoise.flower.new import new_app
 
@@ -68,12 +68,10 @@ def release(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="The run directory, on the server.")
     ],
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Free a client's number, so that another node may register it."""
-    from equipoise.cli import _errors
-
-    with _errors(debug):
+    with errors_as_lines(debug):
         from equipoise.flower import identity
 
         before = identity.release(directory, client)
@@ -85,10 +83,9 @@ def release(
 
 def _become(command: str, *arguments: str) -> NoReturn:
     """Replace this process by a command of Flower, so that signals and exit codes are its own."""
-    from equipoise.cli import _errors
     from equipoise.flower import QUIET, UNASKED
 
-    with _errors(debug=False):
+    with errors_as_lines(debug=False):
         # Flower starts further commands by name, so their directory must be in PATH.
         folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         found = shutil.which(command, path=folders)

@@ -1,0 +1,1 @@
+"""What commands print: progress bars, tables and JSON documents."""

@@ -1,0 +1,196 @@
+"""A finished run: its results, and which clients are left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from equipoise.cli.show.console import LEFT_BEHIND, new_console, new_table, number
+from equipoise.fairness import METRICS
+from equipoise.parity import FIGURES, RATES
+from equipoise.run.api import Run
+from equipoise.run.records import averaged_over
+from equipoise.text import size
+
+
+def run_document(run: Run) -> dict[str, Any]:
+    """Return what ``equipoise run --json`` prints."""
+    directory = str(run.directory) if run.directory else None
+    return {**run.summary, "seconds": _seconds(run), "config": run.config, "directory": directory}
+
+
+def _seconds(run: Run) -> float:
+    laps = (value for row in run.trainer.timings for name, value in row.items() if name != "round")
+    return round(sum(laps), 3)
+
+
+def show_run(run: Run) -> None:
+    """Show a finished run."""
+    console, summary = new_console(), run.summary
+    counted = "the last" if summary["select"] == "last" else "the best on validation data"
+    at = f"round {summary['round']} of {summary['rounds']} ({counted})"
+    if "tail" in summary:
+        at = f"{averaged_over(summary['tail']['rounds'])} of {summary['rounds']}, client by client"
+    console.print(f"{summary['method']} on {summary['data']}, seed {summary['seed']}, {at}")
+    if _parts(summary):
+        console.print(_overall(summary))
+        if summary.get("metrics"):
+            console.print(_further(summary))
+        console.print(_groups(run))
+        for table in _by_attribute(summary):
+            console.print(table)
+    else:
+        console.print(_why_nothing(run.config))
+    for split, values in summary.get("server", {}).items():
+        console.print(
+            f"server, {split}: {', '.join(f'{name} {value:.4f}' for name, value in values.items())}"
+        )
+    moved = f"{size(summary['bytes_up'])} sent by clients, {size(summary['bytes_down'])} received"
+    console.print(f"moved: {moved}; time: {_seconds(run):.1f} s")
+    if "not_replayed" in summary:
+        console.print(
+            "slow: steps ran from Python and were not replayed on the GPU, because "
+            f"{summary['not_replayed']}"
+        )
+    if run.directory:
+        console.print(f"files: {run.directory}", soft_wrap=True)
+
+
+def _why_nothing(config: dict[str, Any]) -> str:
+    """Return why there are no results."""
+    if config["evaluation"]["every"] == 0:
+        return "nothing was evaluated (evaluation.every is 0)"
+    splits = list(config["data"]["splits"])
+    return f"no results: no client has test or validation data (data.splits is {splits})"
+
+
+def _parts(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the results by model and clients, on test data or else on validation data.
+
+    Validation data are used for seen clients without test data.
+    """
+    tested, validated = (
+        {
+            f"{model}, {who}": part
+            for model, whose in summary.get(key, {}).items()
+            for who, part in whose.items()
+        }
+        for key in ("results", "validation")  # runs of earlier releases have only the first
+    )
+    if any(_of_seen(label) for label in tested):
+        return tested
+    return tested | {
+        f"{label}, validation": part for label, part in validated.items() if _of_seen(label)
+    }
+
+
+def _of_seen(label: str) -> bool:
+    return "seen" in label.split(", ")
+
+
+def _overall(summary: dict[str, Any]) -> Table:
+    parts = _parts(summary)
+    title = f"\n{summary['score']} on each client's test split"
+    table = new_table(title, "metric", *parts, numbers=len(parts), last="what it is")
+    for name, metric in METRICS.items():
+        description = Text(metric.description, style="dim")
+        table.add_row(name, *(number(part.get(name)) for part in parts.values()), description)
+    return table
+
+
+def _further(summary: dict[str, Any]) -> Table:
+    """Show ``evaluation.metrics``, one row for each metric and model."""
+    columns = ("mean", "mean_groups", "sigma_clients", "worst10", "worst_group")
+    table = new_table(
+        "\nfurther metrics of each client",
+        "metric",
+        "better",
+        "of",
+        *columns,
+        "left out",
+        numbers=6,
+    )
+    for name, declared in summary["metrics"].items():
+        for label, part in _parts(summary).items():
+            of_metric = part["metrics"][name]
+            numbers = (number(of_metric.get(column)) for column in columns)
+            better = "high" if declared["higher_is_better"] else "low"
+            table.add_row(name, better, label, *numbers, str(of_metric["left_out"]))
+    return table
+
+
+def _groups(run: Run) -> Table:
+    parts, federation = _parts(run.summary), run.trainer.federation
+    # Clients use their personal models or the global one in the end, not local ones.
+    leading = max(reversed(parts), key=lambda part: (_of_seen(part), not part.startswith("local")))
+    others = [part for part in parts if part != leading]
+    table = new_table(
+        "\nwho is left behind: mean over the clients of each group",
+        "group",
+        "clients",
+        *others,
+        leading,
+        numbers=len(parts) + 1,
+        last="",
+    )
+    scores = parts[leading]["groups"]
+    top = max((score for score in scores.values() if score), default=1.0)
+    for position, group in enumerate(federation.group_names):
+        score = scores.get(group)
+        worst = group == parts[leading]["worst_group_name"]
+        bar = "█" * round(24 * (score or 0) / top) + (" ← served worst" if worst else "")
+        clients = str(int((federation.groups == position).sum()))
+        numbers = [number(parts[part]["groups"].get(group)) for part in others]
+        table.add_row(
+            group, clients, *numbers, number(score), bar, style=LEFT_BEHIND if worst else None
+        )
+    return table
+
+
+def _by_attribute(summary: dict[str, Any]) -> Iterator[Table]:
+    """Show rates by value of attributes, and then differences between values."""
+    parts = {
+        label: part["attributes"] for label, part in _parts(summary).items() if "attributes" in part
+    }
+    score = summary["score"]
+    for name in dict.fromkeys(name for part in parts.values() for name in part):
+        columns = ("samples", score, *RATES)
+        table = new_table(
+            f"\nby {name}: samples of all clients together",
+            name,
+            "of",
+            *columns,
+            numbers=len(columns),
+        )
+        for label, part in parts.items():
+            found = part.get(name, {"values": {}, "worst_value": None})
+            for value, rates in found["values"].items():
+                worst = LEFT_BEHIND if value == found["worst_value"] else None
+                numbers = (number(rates[column]) for column in columns[1:])
+                table.add_row(value, label, str(rates["n"]), *numbers, style=worst)
+        yield table
+    if parts:
+        compared = {
+            f"{name}: {label}": found
+            for label, part in parts.items()
+            for name, found in part.items()
+        }
+        table = new_table(
+            "\nbetween values", "figure", *compared, numbers=len(compared), last="what it is"
+        )
+        for figure, said in FIGURES.items():
+            table.add_row(
+                figure,
+                *(number(found[figure]) for found in compared.values()),
+                Text(said, style="dim"),
+            )
+        said = "samples whose counts do not leave their client, because they are few"
+        table.add_row(
+            "withheld",
+            *(str(found["withheld"]) for found in compared.values()),
+            Text(said, style="dim"),
+        )
+        yield table

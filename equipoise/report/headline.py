@@ -1,0 +1,119 @@
+"""The section with the main results of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from equipoise.fairness import METRICS
+from equipoise.report.html import Cell, Section, answered, capital, number, paragraph, plural, table
+from equipoise.report.reading import Part, RunRecord
+from equipoise.run.records import averaged_over
+
+# The metrics that reports show first, as charts and tables name them.
+LABELS = {
+    "mean": "mean over clients",
+    "worst10": "worst tenth of clients",
+    "sigma_clients": "σ over clients",
+    "worst_group": "worst group",
+    "group_gap": "gap between groups",
+}
+MODELS = {
+    "global": "The global model, which all clients share.",
+    "personal": "The personal models: each client is evaluated with its own.",
+    "local": "The local models: as clients trained them in the round, before aggregation.",
+}
+WHOSE = {
+    "seen": "The {split} data of each client that was part of training.",
+    "unseen": "The {split} data of clients that were not part of training.",
+}
+
+
+def of_run(record: RunRecord) -> Section:
+    """Return the main results, with an explanation."""
+    lead = record.leading("seen") or record.leading("unseen")
+    if lead is None:
+        every = record.config.get("evaluation", {}).get("every")
+        why = (
+            "Nothing was evaluated (evaluation.every is 0)."
+            if every == 0
+            else "No client has test or validation data."
+        )
+        return Section("headline", "Results", missing=why)
+    part = record.parts[lead]
+    tiles = "".join(
+        f"<div><dt>{label}</dt><dd>{number(part.get(name))}</dd></div>"
+        for name, label in LABELS.items()
+        if part.get(name) is not None
+    )
+    worst = [f"Worst: group {part['worst_group_name']} ({number(part['worst_group'])})"]
+    worst.append(f"client {worst_client(record, part)} ({number(part['worst_client'])}).")
+    body = f'<dl class="tiles">{tiles}</dl>{paragraph(" and ".join(worst))}{which(record, lead)}'
+    return Section("headline", "Results", body + metrics_table(record))
+
+
+def worst_client(record: RunRecord, part: Mapping[str, Any]) -> str:
+    """Return the name of the worst client."""
+    return str(
+        part.get(
+            "worst_client_name", record.client_name(part["worst_client_id"]).removeprefix("client ")
+        )
+    )
+
+
+def which(record: RunRecord, part: Part) -> str:
+    """Return the answers to the four questions of ``docs/metrics.md``."""
+    answers = {
+        "Which model?": MODELS[part.model],
+        "On whose data?": WHOSE[part.who].format(
+            split="validation" if part.split == "val" else "test"
+        ),
+        "Averaged how?": (
+            f"Each client has one value, the mean {record.score} over its own samples. The mean is "
+            f"over {plural(record.parts[part]['clients'], 'client')}: each client counts once."
+        ),
+        "At which round?": at_round(record),
+    }
+    return answered(record.score, answers)
+
+
+def at_round(record: RunRecord) -> str:
+    """Describe the reported round of a run."""
+    summary = record.summary
+    planned = record.config.get("training", {}).get("rounds", summary["rounds"])
+    if "tail" in summary:
+        over = capital(averaged_over(summary["tail"]["rounds"]))
+        unfinished = (
+            ""
+            if record.finished
+            else f" The run is unfinished ({summary['rounds']} of {planned} rounds)."
+        )
+        return f"{over} of {planned}: the mean of each client, then summarised.{unfinished}"
+    if not record.finished:
+        return (
+            f"Round {summary['round']}, the last evaluated one; the run is unfinished "
+            f"({summary['rounds']} of {planned} rounds)."
+        )
+    chosen = (
+        "the last" if summary.get("select", "last") == "last" else "the best on validation data"
+    )
+    return f"Round {summary['round']} of {summary['rounds']}, {chosen}."
+
+
+def metrics_table(record: RunRecord) -> str:
+    """Return all metrics of all models and clients."""
+    parts = record.parts
+    rows: list[list[str | Cell]] = [
+        [
+            name,
+            *(number(part.get(name)) for part in parts.values()),
+            Cell(escape(metric.description), "long"),
+        ]
+        for name, metric in METRICS.items()
+        if any(part.get(name) is not None for part in parts.values())
+    ]
+    header = ["metric", *(part.words for part in parts), "what it is"]
+    return table(
+        f"All metrics of the {record.score} of clients", header, rows, texts=[len(parts) + 1]
+    )

@@ -1,0 +1,227 @@
+"""The section with the results of several methods: tables, Pareto sets and warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from equipoise.report.charts import Chart, Series
+from equipoise.report.comparison import Comparison
+from equipoise.report.headline import LABELS, at_round
+from equipoise.report.html import (
+    Cell,
+    Section,
+    answered,
+    capital,
+    details,
+    number,
+    paragraph,
+    plural,
+    table,
+)
+from equipoise.study.intervals import CONFIDENCE, RESAMPLES
+from equipoise.study.significance import LEAST_SEEDS, LEVEL, TEST, WORSE, Ranking
+
+COLUMNS = (
+    "mean",
+    "worst10",
+    "sigma_clients",
+    "mean_groups",
+    "worst_group",
+    "group_gap",
+    "sigma_groups",
+)
+# With more methods than this, only those of the Pareto set are named in charts.
+MOST_NAMES = 8
+
+
+def compared(comparison: Comparison) -> Section:
+    """Return tables of methods and metrics, and the Pareto set."""
+    if not comparison.whose:
+        return Section("results", "Results", missing="No client has test or validation data.")
+    body, charts, after = "", [], ""
+    for who in comparison.whose:
+        best = comparison.pareto(who)
+        body += metrics_table(comparison, who, best)
+        charts += trade_offs(comparison, who, best)
+        names = ", ".join(best) or "none"
+        after += paragraph(f"Pareto set, {who} clients: {names}.")
+    explained = paragraph(
+        "● marks the Pareto set of mean, worst tenth and σ over clients: no other method is at "
+        "least as good in all three and better in one."
+    )
+    marks = paragraph(about_marks(comparison))
+    return Section(
+        "results",
+        "Results",
+        which(comparison) + body + marks + explained + after + cautions(comparison),
+        charts,
+    )
+
+
+def about_marks(comparison: Comparison) -> str:
+    """Explain the marks of the table and the test."""
+    ranked = "Best values are bold, second ones underlined."
+    if max(map(len, comparison.runs.values())) < LEAST_SEEDS:
+        return f"{ranked} Differences are not tested: that needs {LEAST_SEEDS} seeds."
+    return f"{ranked} {WORSE} marks values that are worse than the best: p < {LEVEL}, {TEST}."
+
+
+def which(comparison: Comparison) -> str:
+    """Return an explanation of the numbers."""
+    record = comparison.first
+    counts = {len(runs) for runs in comparison.runs.values()}
+    over = plural(max(counts), "seed") if len(counts) == 1 else "the seeds of each method"
+    counted = (
+        f"mean ± sample standard deviation (n − 1) over {over}" if counts != {1} else "one seed"
+    )
+    ends = {at_round(run) for runs in comparison.runs.values() for run in runs}
+    answers = {
+        "Which model?": (
+            "The clients' final model: their personal model if the method has one, and otherwise "
+            "the global model. It is in the column “model”."
+        ),
+        "On whose data?": (
+            "Each client's own test data, or validation data if this is stated, of clients that "
+            "were part of training (seen) and of other clients (unseen)."
+        ),
+        "Averaged how?": (
+            f"Each client has one value, the mean {record.score} over its own samples. Cells: "
+            f"{counted}."
+        ),
+        "At which round?": " ".join(sorted(ends))
+        if len(ends) <= 3
+        else "At rounds that differ; see the table of runs.",
+    }
+    return answered(record.score, answers)
+
+
+def metrics_table(comparison: Comparison, who: str, best: Sequence[str]) -> str:
+    """Return the metrics of all methods for seen or unseen clients."""
+    metrics = [
+        m for m in COLUMNS if any(comparison.values(label, who, m) for label in comparison.runs)
+    ]
+    rankings = {metric: comparison.ranking(who, metric) for metric in metrics}
+    rows: list[list[str | Cell]] = []
+    for label, runs in comparison.runs.items():
+        part = comparison.part(label, who)
+        cells = [
+            _ranked(escape(comparison.cell(label, who, metric)), rankings[metric], label)
+            for metric in metrics
+        ]
+        mark = (
+            Cell('<span role="img" aria-label="in the Pareto set">●</span>')
+            if label in best
+            else Cell("")
+        )
+        model = (
+            f"{part.model}, validation data"
+            if part and part.split == "val"
+            else part.model
+            if part
+            else "–"
+        )
+        rows.append([label, mark, model, f"{len(runs)}", *cells])
+    arrows = [
+        f"{metric}\N{NO-BREAK SPACE}{'↑' if comparison.should_be_high(metric) else '↓'}"
+        for metric in metrics
+    ]
+    header = ["method", "Pareto", "model", "runs", *arrows]
+    named = f"{capital(comparison.first.score)}, {who} clients"
+    whole = table(comparison.title(named), header, rows, texts=[2])
+    return whole + interval_table(comparison, who, metrics)
+
+
+def _ranked(text: str, ranking: Ranking, label: str) -> Cell:
+    marked = (
+        f'{text}\N{NO-BREAK SPACE}<span role="img" aria-label="worse than the best">{WORSE}</span>'
+    )
+    look = "best" if label in ranking.best else "second" if label in ranking.second else ""
+    return Cell(marked if label in ranking.worse else text, look)
+
+
+def interval_table(comparison: Comparison, who: str, metrics: Sequence[str]) -> str:
+    """Return bootstrap intervals over clients, collapsed; empty if there are too few clients."""
+    rows, some = [], False
+    for label, records in comparison.runs.items():
+        cells = []
+        for metric in metrics:
+            found = comparison.interval(records, who, metric)
+            some = some or found is not None
+            cells.append(f"{number(found[0])} to {number(found[1])}" if found else "–")
+        rows.append([label, *cells])
+    if not some:
+        return ""
+    caption = comparison.title(f"{CONFIDENCE:.0%} bootstrap intervals over clients, {who} clients")
+    explained = paragraph(
+        "How much metrics vary with the choice of clients. Clients are drawn with replacement "
+        f"{RESAMPLES:,} times (BCa), each with its values of all seeds, and within groups for "
+        "metrics of groups."
+    )
+    return details("Intervals over clients", explained + table(caption, ["method", *metrics], rows))
+
+
+def trade_offs(comparison: Comparison, who: str, best: Sequence[str]) -> list[Chart]:
+    """Return charts of the mean against the worst tenth and against σ."""
+    charts = []
+    for metric in ("worst10", "sigma_clients"):
+        series = []
+        for hue, (label, mine) in enumerate((("others", False), ("Pareto set", True))):
+            points = {
+                name: (comparison.mean(name, who, "mean"), comparison.mean(name, who, metric))
+                for name in comparison.runs
+                if (name in best) == mine
+            }
+            known = {
+                name: (x, y) for name, (x, y) in points.items() if x is not None and y is not None
+            }
+            if known:
+                x, y = zip(*known.values(), strict=True)
+                # Names of many methods would cover each other.
+                named = mine or len(comparison.runs) <= MOST_NAMES
+                series.append(
+                    Series(label, x, y, hue=hue, line=False, names=list(known), named=named)
+                )
+        if not series:
+            continue
+        better = "top right" if comparison.should_be_high(metric) else "bottom right"
+        if not comparison.first.task.higher_is_better:
+            better = "bottom left"
+        says = f"{capital(who)} clients, mean over seeds. Better is to the {better}."
+        title = f"Mean against {LABELS[metric]}, {who} clients"
+        axes = (LABELS["mean"], LABELS[metric])
+        name = f"trade-off-{metric.replace('_', '-')}-{who}"
+        charts.append(Chart(name, title, says, *axes, series, whole=False))
+    return charts
+
+
+def cautions(comparison: Comparison) -> str:
+    """Return warnings about runs whose numbers are not comparable."""
+    records = [record for runs in comparison.runs.values() for record in runs]
+    said = []
+    if len({record.score for record in records}) > 1:
+        said.append(
+            "Runs have different scores: "
+            f"{', '.join(sorted({record.score for record in records}))}."
+        )
+    prints: dict[int, set[str]] = {}
+    for record in records:
+        prints.setdefault(record.seed, set()).add(str(record.config["resolved"].get("fingerprint")))
+    if any(len(there) > 1 for there in prints.values()):
+        said.append(
+            "Runs with the same seed were trained on different data, so their numbers are not "
+            "comparable."
+        )
+    if len({tuple(sorted(r.seed for r in runs)) for runs in comparison.runs.values()}) > 1:
+        said.append("Methods have different seeds.")
+    unfinished = [str(record.directory) for record in records if not record.finished]
+    if unfinished:
+        said.append(f"Unfinished runs, at their last evaluated round: {', '.join(unfinished)}.")
+    for who in comparison.whose:
+        parts = [part for label in comparison.runs if (part := comparison.part(label, who))]
+        if len({part.split for part in parts}) > 1:
+            said.append(
+                f"Numbers of {who} clients are partly on test and partly on validation data."
+            )
+    items = "".join(f"<li>{escape(text)}</li>" for text in said)
+    return f'<div class="caution"><h3>Compare with care</h3><ul>{items}</ul></div>' if said else ""
