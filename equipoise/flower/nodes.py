@@ -247,7 +247,7 @@ class Nodes:
         requests : mapping
             For each client, the kind of message and its content.
         round_ : int
-            The round, counted from 0.
+            The round, counted from 0. SuperNodes log it, counted from 1.
 
         Returns
         -------

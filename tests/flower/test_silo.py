@@ -11,7 +11,7 @@ from equipoise.data import load
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.flower.roster import Description, Roster, read_roster
-from equipoise.flower.silo import client_number, open_silo, placed
+from equipoise.flower.silo import check_node, client_number, open_silo, placed
 from tests.flower.loop import own_nodes, run_on_loop, write_experiment, write_silos
 from tests.flower.parity import assert_same_rows
 
@@ -52,6 +52,25 @@ def test_a_client_has_one_number_for_good(node, number):
 def test_a_node_without_a_number_is_told_how_to_give_one(node, says):
     with pytest.raises(InputError, match=says):
         client_number(node)
+
+
+@pytest.mark.parametrize(
+    ("node", "says"),
+    [
+        ({"unseen": "false"}, "unseen in the node's configuration must be true or false, got 'f"),
+        ({"data": 3}, 'data in the node\'s configuration must be text, such as data="...", got 3'),
+        ({"memory": ""}, "memory in the node's configuration must be text"),
+        ({"limit": "limits.yaml"}, "unknown key 'limit' .*; did you mean 'limits'"),
+        ({"min_cell": 20}, "did you mean 'min-cell'"),
+    ],
+)
+def test_mistakes_in_the_configuration_of_a_node_are_not_ignored(node, says):
+    with pytest.raises(InputError, match=says):
+        check_node({"client": 3, **node})
+
+
+def test_a_node_may_have_further_keys():
+    check_node({"partition-id": 1, "num-partitions": 4, "ward": "north", "nan-in-round": 3})
 
 
 def test_a_silo_has_the_splits_it_has_among_all_others(folder):
