@@ -40,12 +40,14 @@ from equipoise.flower.silo import OwnData, Silo, open_silo
 from equipoise.flower.wire import (
     EVALUATION,
     LOCAL,
+    VERSIONS,
     from_record,
     pack,
     settings_of,
     to_metrics,
     to_record,
     unpack,
+    versions_here,
 )
 from equipoise.method import Updates
 from equipoise.tree import PERSONAL, Tree, digest
@@ -120,7 +122,8 @@ def _failure(reason: str, message: Message) -> Message:
 def describe(silo: Silo, content: RecordDict) -> RecordDict:
     """Return the client's description: its number, its sizes and the shape of its data."""
     run = str(settings_of(content).get("run", ""))
-    return RecordDict({"about": ConfigRecord({"text": silo.describe(run).text()})})
+    about = ConfigRecord({"text": silo.describe(run).text()})
+    return RecordDict({"about": about, VERSIONS: ConfigRecord({**versions_here()})})
 
 
 def train(silo: Silo, content: RecordDict) -> RecordDict:

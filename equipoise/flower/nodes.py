@@ -20,6 +20,7 @@ from equipoise.flower.identity import Owner, Owners, fingerprint, sealed
 from equipoise.flower.registration import read_registration, usual_first
 from equipoise.flower.roster import Description, Roster
 from equipoise.flower.settings import FlowerSettings
+from equipoise.flower.wire import VERSIONS, settings_of, versions_here
 
 log = logging.getLogger("flwr.equipoise")
 
@@ -214,6 +215,16 @@ class Nodes:
         elif known.sizes != said.sizes:
             log.warning("client %d now has other sizes; its registered sizes are kept", said.client)
         log.info("client %d (%s) has registered as node %d", said.client, said.name, node)
+        theirs = settings_of(reply.content, VERSIONS)
+        for package, here in versions_here().items():
+            if (there := theirs.get(package)) != here:
+                log.warning(
+                    "client %d has %s %s, the server %s; results may differ, so install the same",
+                    said.client,
+                    package,
+                    "of an unknown version" if there is None else shown(there),
+                    here,
+                )
 
     def _reached(self, client: int) -> tuple[int, str]:
         """Return the node of a client, and when it was started; no node is -1."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.flower.roster import Description, Roster, read_roster
 from equipoise.flower.silo import check_node, client_number, open_silo, placed
+from equipoise.flower.wire import versions_here
 from tests.flower.loop import own_nodes, run_on_loop, write_experiment, write_silos
 from tests.flower.parity import assert_same_rows
 
@@ -253,3 +256,14 @@ def test_a_node_says_its_own_device(folder):
     )
     with pytest.raises(InputError, match="--set machine.device=gpu.*unknown device 'gpu'"):
         open_silo(path, {}, {**own_nodes(folder)[0], "device": "gpu"})
+
+
+def test_other_versions_of_a_client_are_named(folder, caplog, monkeypatch):
+    there = {"equipoise": "0.0.7", "torch": versions_here()["torch"]}
+    monkeypatch.setattr("equipoise.flower.client.versions_here", lambda: there)
+    path = write_experiment(folder, training={"rounds": 0})
+    run_on_loop(path, own_nodes(folder))
+    here = version("equipoise")
+    assert [message for message in caplog.messages if "client 2 has " in message] == [
+        f"client 2 has equipoise 0.0.7, the server {here}; results may differ, so install the same"
+    ]
