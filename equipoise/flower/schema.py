@@ -163,7 +163,7 @@ class Schema:
             declared[name] = _record(
                 content, name, ArrayRecord, "parameters" if name == UPDATE else name
             )
-            trees[name] = _tree(declared[name], expected)
+            trees[name] = tree_like(declared[name], expected)
         room = self.largest
         for name in self.open_trees:
             declared[name] = record = _record(content, name, ArrayRecord, name.removeprefix(UPLOAD))
@@ -273,8 +273,14 @@ def _record(content: RecordDict, name: str, kind: type[Any], called: str) -> Any
     return record
 
 
-def _tree(record: ArrayRecord, expected: Mapping[str, Tensor]) -> Tree:
-    """Read arrays that must have the names, types and shapes of the expected tensors."""
+def tree_like(record: ArrayRecord, expected: Mapping[str, Tensor]) -> Tree:
+    """Read arrays that must have the names, types and shapes of the expected tensors.
+
+    Raises
+    ------
+    Misfit
+        If they have others, or numbers that cannot be used.
+    """
     if set(record) != set(expected):
         raise Misfit(f"answered with other parameters: {several(set(record) ^ set(expected))}")
     tree: Tree = {}

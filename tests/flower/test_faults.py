@@ -426,7 +426,8 @@ def test_a_node_that_cannot_take_part_is_named_when_time_is_up(folder):
     path = write_experiment(folder, flower={"wait": 0.3})
     with pytest.raises(
         RunError,
-        match=rf"3 of 4 clients have registered .* node {FIRST_NODE + 21} was refused: cannot read /nowhere",
+        match=rf"3 of 4 clients have registered .* node {FIRST_NODE + 21} was refused: cannot read "
+        "/nowhere",
     ):
         run_on_loop(path, [*own_nodes(folder, range(3)), {"client": 3, "data": "/nowhere"}])
 
