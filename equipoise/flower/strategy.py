@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -19,10 +20,11 @@ from equipoise import methods
 from equipoise.checks import name_and_options
 from equipoise.errors import InputError, RunError
 from equipoise.flower.checks import Misfit
+from equipoise.flower.registration import LARGEST_SIZE
 from equipoise.flower.reports import Number
 from equipoise.flower.schema import tree_like
 from equipoise.flower.wire import from_record, to_record
-from equipoise.method import Method, State, Updates, combine_checked
+from equipoise.method import Method, Sees, State, Updates, combine_checked
 from equipoise.random import Purpose, fold
 from equipoise.tree import Tree
 
@@ -102,13 +104,15 @@ class AggregationStrategy(FedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Combine the updates that can be used."""
-        valid, _ = self._check_and_log_replies(replies, is_train=True)
+        # Flower's own check would end the run because of one wrong answer.
+        valid, _ = self._check_and_log_replies(replies, is_train=True, validate=False)
         sent = from_record(self._sent)
+        usual = _usual_form(reply.content for reply in valid)
         rows: dict[int, _Row] = {}
         for reply in sorted(valid, key=lambda reply: reply.metadata.src_node_id):
             node = reply.metadata.src_node_id
             try:
-                row = self._read(reply.content, sent)
+                row = self._read(reply.content, sent, usual)
             except Misfit as error:
                 log.warning("round %d continues without node %d: %s", server_round, node, error)
                 continue
@@ -121,10 +125,15 @@ class AggregationStrategy(FedAvg):
         used = [rows[number].content for number in sorted(rows)]
         return to_record(model), self.train_metrics_aggr_fn(used, self.weighted_by_key)
 
-    def _read(self, content: RecordDict, sent: Tree) -> _Row:
-        arrays = next(iter(content.array_records.values()))
-        metrics = next(iter(content.metric_records.values()))
-        size = Number(called=self.weighted_by_key, low=1.0).read(metrics.get(self.weighted_by_key))
+    def _read(self, content: RecordDict, sent: Tree, usual: _Form) -> _Row:
+        if _form_of(content) != usual:
+            raise Misfit("answered with other records or metrics than most clients")
+        if (len(content.array_records), len(content.metric_records)) != (1, 1):
+            raise Misfit("answered without exactly one ArrayRecord and one MetricRecord")
+        (arrays,), (metrics,) = content.array_records.values(), content.metric_records.values()
+        size = Number(called=self.weighted_by_key, low=1.0, high=LARGEST_SIZE).read(
+            metrics.get(self.weighted_by_key)
+        )
         reports = {
             name: Number(called=f"{name} (its MetricRecord)").read(metrics.get(name))
             for name in self.needs
@@ -241,8 +250,10 @@ _VALID = "valid here: methods that change the aggregation only, such as qffl or 
 
 def _check_only_aggregates(method: Method) -> None:
     plain = methods.build("fedavg")
-    others = (method.aggregation.sends, method.aggregation.collects)
-    if (method.local, method.view) != (plain.local, plain.view) or any(others):
+    sends_more = bool(method.aggregation.sends or method.aggregation.collects)
+    # Representations are the answer to a question.
+    asks = method.sees >= Sees.REPRESENTATIONS
+    if (method.local, method.view) != (plain.local, plain.view) or sends_more or asks:
         raise InputError(
             f"method {method.name!r} changes what clients do, so it needs the client app of "
             f"Equipoise; {_VALID}"
@@ -252,6 +263,28 @@ def _check_only_aggregates(method: Method) -> None:
             f"method {method.name!r} chooses clients by {method.sampler.name!r}, but here Flower "
             "chooses them; leave out sampling"
         )
+
+
+_Form = frozenset[tuple[str, str, int]]
+
+
+def _form_of(content: RecordDict) -> _Form:
+    """Return the names of all metrics with their records, and the lengths of lists; 0 is a number.
+
+    Flower's functions that aggregate metrics need the same for all clients.
+    """
+    found = [
+        (record, name, len(value) if isinstance(value, list) else 0)
+        for record, metrics in content.metric_records.items()
+        for name, value in metrics.items()
+    ]
+    return frozenset([*found, *((record, "", 0) for record in content.array_records)])
+
+
+def _usual_form(contents: Iterable[RecordDict]) -> _Form:
+    return max(
+        Counter(map(_form_of, contents)).items(), key=lambda c: c[1], default=(frozenset(), 0)
+    )[0]
 
 
 def _is_statistic(name: str) -> bool:

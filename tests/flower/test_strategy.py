@@ -116,6 +116,28 @@ def test_an_update_that_cannot_be_used_is_left_out(caplog):
     assert "answered with NaN or infinity in linear.weight" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (
+            {"num-examples": 1e30},
+            "1e+30 as num-examples, which is not in the range from 1 to 1e+12",
+        ),
+        ({"num-examples": [1.0]}, "other records or metrics than most clients"),
+        ({"num-examples": math.nan}, "answered with nan as num-examples"),
+        ({"another": 1.0}, "other records or metrics than most clients"),
+    ],
+)
+def test_one_client_with_wrong_metrics_does_not_end_the_run(more, says, caplog):
+    def change(node, answer):
+        if node == 2:
+            answer["metrics"].update(more)
+        return answer
+
+    assert run(strategy_of("fedavg"), own_app(change))["linear.weight"][0, 0] == 1.5
+    assert says in caplog.text
+
+
 def test_a_guard_drops_clients(caplog):
     def far(node, answer):
         if node == 2:
@@ -166,6 +188,7 @@ def test_the_page_lists_the_methods_that_work():
     [
         ("scaffold", "'scaffold' changes what clients do"),
         ("fedper", "'fedper' changes what clients do"),
+        ("fedgr", "'fedgr' changes what clients do"),
         ({"name": "fedavg", "sampling": "size"}, "chooses clients by 'size'"),
         ("faa", "'faa' asks clients questions"),
         ("afl", "'afl' evaluates another model .* set average: false"),
