@@ -36,7 +36,9 @@ class FedMix(LocalRule, Aggregation):
         (1 − λ) ℓ(f(x′), y) + λ ℓ(f(x′), ȳ) + λ ⟨∂/∂x′ (1 − λ) ℓ(f(x′), y), x̄⟩,  x′ = (1 − λ) x,
 
     for each sample. The derivative is that of the sample's own loss, so the last term has no factor
-    1/B (some public code differentiates the mean of a batch). Images stored as bytes are scaled to
+    1/B (some public code differentiates the mean of a batch). With BatchNorm the losses of other
+    samples depend on x′, too, and the derivative is that of their sum. ℓ(f(x′), ȳ) is always the
+    cross-entropy, even if ``training.loss`` sets another loss. Images stored as bytes are scaled to
     [0, 1] before they are mixed.
 
     Clients that join later receive the means but add none.
