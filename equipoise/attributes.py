@@ -193,12 +193,14 @@ def read_column(name: str) -> tuple[str, str, str] | None:
         return None
     try:
         parts = json.loads(name)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if (
         len(parts) != 3
         or not all(isinstance(part, str) for part in parts)
         or parts[2] not in COUNTS
+        # Every count has one name.
+        or column_of(*parts) != name
     ):
         return None
     return parts[0], parts[1], parts[2]

@@ -94,10 +94,10 @@ def _quietly(fit: Callable[[Floats], Any], points: Floats) -> Labels:
 
 
 def _scaled(points: Floats) -> Floats:
-    """Return points with mean 0 and variance 1.
+    """Return points with mean 0, divided by one number so that their mean square is 1.
 
     Mixtures add a constant to variances to keep them positive. Its effect should not depend on the
-    scale of the points.
+    scale of the points. Coordinates keep their relative scales.
     """
     centred = points - points.mean(0)
     scale = np.sqrt(np.square(centred).mean())

@@ -235,7 +235,11 @@ class Cohort(Protocol):
         """Send ``shared`` to all clients and row k of ``each`` to client k, and run ``local``."""
 
     def evaluate(self, params: Tree, split: str) -> Reports:
-        """Return the loss and metrics of a model on each client's own split, ``[K]`` each."""
+        """Return the loss and metrics of a model on each client's own split, ``[K]`` each.
+
+        Clients that keep parts of the shared model use their own: after training those of this
+        round.
+        """
 
     def ask(
         self,

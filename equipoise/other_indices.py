@@ -70,7 +70,7 @@ def class_prototypes(federation: Federation, label_vectors: Tensor | None = None
     classes = len(vectors)
 
     def of_samples(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        own = torch.eye(classes)[y]
+        own = torch.eye(classes, dtype=torch.float32)[y]
         return (own.unsqueeze(2) * x.flatten(1).float().unsqueeze(1)).flatten(1), own
 
     # The mean over all samples of a client is the share of a class times its prototype.
@@ -131,7 +131,7 @@ def _vectors(federation: Federation, label_vectors: Tensor | None) -> Tensor:
             f"label indices need classes, but {federation.name!r} is a {federation.task}"
         )
     if label_vectors is None:
-        return torch.eye(classes)
+        return torch.eye(classes, dtype=torch.float32)
     if label_vectors.dim() != 2 or len(label_vectors) != classes:
         raise InputError(
             f"label_vectors must have a row for each of {classes} classes, got shape "

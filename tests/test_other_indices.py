@@ -50,6 +50,17 @@ def test_prototypes_are_means_by_class_and_zero_without_samples(federation):
     assert not index.features[1, :32].any()
 
 
+def test_indices_do_not_depend_on_the_default_type(federation):
+    single = class_prototypes(federation)
+    torch.set_default_dtype(torch.float64)
+    try:
+        double = class_prototypes(federation)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(single.features, double.features)
+    assert torch.equal(single.labels, double.labels)
+
+
 def test_weights_of_local_heads(federation):
     run = train(
         federation, model="logistic", rounds=2, cohort=2, evaluation=Evaluation(keep_local=True)

@@ -24,7 +24,7 @@ from equipoise.engine.cohort_checks import (
     refuse_second_training,
 )
 from equipoise.engine.contract import LOST
-from equipoise.engine.evaluation import Measured, evaluate_shared
+from equipoise.engine.evaluation import Measured, evaluate_shared, evaluate_stacked
 from equipoise.engine.facts import compute_fact, facts_before
 from equipoise.engine.layout import KEPT, Layout
 from equipoise.engine.local import finish_chunk
@@ -343,10 +343,19 @@ class StackedCohort:
         return answer
 
     def measured(self, params: Tree, split: str) -> Measured:
-        """Return loss and metrics of a model on the clients' own split."""
-        engine = self.engine
-        return evaluate_shared(
-            engine.network, engine.data, params, engine.view.split(split), self.ids
+        """Return loss and metrics of a model on the clients' own split.
+
+        Clients that keep parts of the shared model use their own, as trained in this round.
+        """
+        engine, samples = self.engine, self.engine.view.split(split)
+        names = Layout(self.method.local, params).kept_of_shared
+        if not names:
+            return evaluate_shared(engine.network, engine.data, params, samples, self.ids)
+        first = {KEPT: {name: params[name] for name in names}}
+        own = self.memory.newest(self.ids, first, engine.network.device)[KEPT]
+        still = {name: tensor for name, tensor in params.items() if name not in own}
+        return evaluate_stacked(
+            engine.network, engine.data, own, still, samples, self.ids, engine.chunk
         )
 
     def ask(

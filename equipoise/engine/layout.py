@@ -57,6 +57,19 @@ class Layout:
             )
         self.shared = [name for name in model if name in moving and name not in self.kept]
 
+    @property
+    def kept_of_shared(self) -> list[str]:
+        """The tensors of the shared model that stay with a client, without second copies.
+
+        Examples
+        --------
+        >>> from equipoise.methods import build
+        >>> model = {"features.weight": torch.zeros(2), "head.weight": torch.zeros(2)}
+        >>> [Layout(build(name).local, model).kept_of_shared for name in ("fedper", "ditto")]
+        [['head.weight'], []]
+        """
+        return [name for name in self.kept if not name.startswith(PERSONAL)]
+
     def travelling(self, model: Tree, initial: Tree) -> list[str]:
         """Return the names of the tensors of a model that must be sent to clients.
 

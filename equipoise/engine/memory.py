@@ -88,6 +88,8 @@ class MemoryStore:
     >>> store.write(np.array([7]), {"control": {"w": torch.ones(1, 1)}})
     >>> store.read(np.array([7]), first)[1]
     tensor([False])
+    >>> store.newest(np.array([3, 7]), first)["control"]["w"].flatten()
+    tensor([0., 1.])
     >>> store.commit()
     >>> memory, seen = store.read(np.array([3, 7]), first)
     >>> memory["control"]["w"].flatten(), seen
@@ -142,6 +144,26 @@ class MemoryStore:
                     stack[where] = self._stacks[f"{tree}/{name}"][source].to(stack.device)
                 memory[tree][name] = stack
         return memory, seen
+
+    def newest(
+        self, clients: NDArray[np.int64], first: Memory, device: torch.device | None = None
+    ) -> Memory:
+        """Return the stacked memories of clients, including those that are not yet committed.
+
+        Parameters
+        ----------
+        clients, first, device
+            As in :meth:`read`.
+        """
+        memory, _ = self.read(clients, first, device)
+        for owners, flat in self._pending:
+            _, here, there = np.intersect1d(clients, owners, return_indices=True)
+            for tree, values in memory.items():
+                for name, stack in values.items():
+                    rows = flat[f"{tree}/{name}"]
+                    new = rows[torch.from_numpy(there).to(rows.device)]
+                    stack[torch.from_numpy(here).to(stack.device)] = new.to(stack.device)
+        return memory
 
     def _zeros(self, tree: str) -> Tree:
         prefix = f"{tree}/"

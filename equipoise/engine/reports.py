@@ -67,10 +67,9 @@ class Reporter:
             metrics = {f"{prefix}loss_{when}": "loss", f"{prefix}score_{when}": score}
             wanted = {name: metric for name, metric in metrics.items() if name in self.wanted}
             if wanted:
-                samples, numbers = self._reported(self.engine.view.split(split), clients)
-                whole = self.engine.training.report_samples is None
-                found = (known or {}).get(split) if whole else None
-                measured = found or self._measure(chunk, samples, numbers)
+                measured = (known or {}).get(split) or self._measure(
+                    chunk, *self._reported(split, clients)
+                )
                 nothing = np.full(len(clients), np.nan)
                 reports |= {
                     name: torch.from_numpy(measured.get(metric, nothing))
@@ -121,14 +120,16 @@ class Reporter:
             network, data, own, chunk.still, samples, clients, len(clients), *more
         )
 
-    def _reported(
-        self, split: Split, clients: NDArray[np.int64]
-    ) -> tuple[Split, NDArray[np.int64]]:
-        """Return the samples that clients' reports look at, and the clients' numbers in it."""
-        limit = self.engine.training.report_samples
-        if limit is None:
-            return split, clients
-        own = [split.of(int(client)) for client in clients]
+    def _reported(self, split: str, clients: NDArray[np.int64]) -> tuple[Split, NDArray[np.int64]]:
+        """Return the samples that clients' reports look at, and the clients' numbers in it.
+
+        Reports on validation data always use all samples. Generalization gaps compare them with
+        another model, which is evaluated on all samples or in another round.
+        """
+        samples, limit = self.engine.view.split(split), self.engine.training.report_samples
+        if limit is None or split == "val":
+            return samples, clients
+        own = [samples.of(int(client)) for client in clients]
         keys = [
             fold(self.engine.seed, self.round, int(client), Purpose.REPORT) for client in clients
         ]

@@ -78,8 +78,9 @@ class Training:
         that returns one value per sample. Losses in reports and in evaluation are of the same
         function.
     report_samples : int, optional
-        How many of a client's samples its loss reports use, drawn again each round; all by default.
-        Reports on whole splits cost large clients more than a few steps of training do.
+        How many of a client's training samples its loss reports use, drawn again each round; all by
+        default. Reports on whole splits cost large clients more than a few steps of training do.
+        Reports on validation data, from which generalization gaps are computed, always use all.
 
     Examples
     --------

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from equipoise.flower.client import client_app
     from equipoise.flower.server import server_app
+    from equipoise.flower.strategy import AggregationStrategy
 
-__all__ = ["QUIET", "UNASKED", "client_app", "server_app"]
+__all__ = ["QUIET", "UNASKED", "AggregationStrategy", "client_app", "server_app"]
 
 # By default Flower sends usage statistics, checks for updates and installs the dependencies of an
 # app. Ray, which runs Flower's simulation, also sends usage statistics.
@@ -37,7 +38,11 @@ for _name, _value in (QUIET | UNASKED).items():
     os.environ.setdefault(_name, _value)
 
 # Imported on first use: reading an experiment needs the settings in this folder, but not Flower.
-_HOMES = {"client_app": "equipoise.flower.client", "server_app": "equipoise.flower.server"}
+_HOMES = {
+    "AggregationStrategy": "equipoise.flower.strategy",
+    "client_app": "equipoise.flower.client",
+    "server_app": "equipoise.flower.server",
+}
 
 
 def __getattr__(name: str) -> Any:

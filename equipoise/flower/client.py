@@ -31,7 +31,7 @@ from equipoise.engine.cohort import StackedCohort
 from equipoise.engine.contract import Personal
 from equipoise.engine.evaluation import Measured
 from equipoise.engine.layout import KEPT
-from equipoise.errors import RunError
+from equipoise.errors import InputError, RunError
 from equipoise.flower.limits import Refusal
 from equipoise.flower.memory import Versions
 from equipoise.flower.requests import check_request
@@ -40,12 +40,14 @@ from equipoise.flower.silo import OwnData, Silo, open_silo
 from equipoise.flower.wire import (
     EVALUATION,
     LOCAL,
+    VERSIONS,
     from_record,
     pack,
     settings_of,
     to_metrics,
     to_record,
     unpack,
+    versions_here,
 )
 from equipoise.method import Updates
 from equipoise.tree import PERSONAL, Tree, digest
@@ -92,10 +94,11 @@ def client_app(experiment: str | Path, *, data: OwnData | None = None) -> Client
                     content = answer(silo, message.content)
             except Refusal as refusal:
                 log.warning("refused a message %r: %s", kind, refusal)
-                error = Error(
-                    ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"the client refuses: {refusal}"
-                )
-                return Message(error, reply_to=message)
+                return _failure(f"the client refuses: {refusal}", message)
+            except (InputError, RunError) as error:
+                # Otherwise Flower logs a traceback and sends the error with its type.
+                log.error("cannot answer a message %r: %s", kind, error)
+                return _failure(str(error), message)
             note = {"client": silo.client, "round": settings_of(message.content).get("round", 0)}
             content["note"] = ConfigRecord(settings_of(content, "note") | note)
             return Message(content, reply_to=message)
@@ -112,10 +115,15 @@ def client_app(experiment: str | Path, *, data: OwnData | None = None) -> Client
     return app
 
 
+def _failure(reason: str, message: Message) -> Message:
+    return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
 def describe(silo: Silo, content: RecordDict) -> RecordDict:
     """Return the client's description: its number, its sizes and the shape of its data."""
     run = str(settings_of(content).get("run", ""))
-    return RecordDict({"about": ConfigRecord({"text": silo.describe(run).text()})})
+    about = ConfigRecord({"text": silo.describe(run).text()})
+    return RecordDict({"about": about, VERSIONS: ConfigRecord({**versions_here()})})
 
 
 def train(silo: Silo, content: RecordDict) -> RecordDict:

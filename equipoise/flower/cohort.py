@@ -211,7 +211,13 @@ class FlowerCohort:
             return self._schema(client, numbers=numbers).read(content)
 
         self.evaluations += len(self.ids)
-        contents = self.engine.messages(self.ids.tolist(), self.round, params, split=split)
+        versions = None
+        if self._trained and self.engine.layout.kept_of_shared:
+            # The kept parts as trained in this round, which are not committed yet.
+            versions = dict.fromkeys(self.ids.tolist(), self.round + 1)
+        contents = self.engine.messages(
+            self.ids.tolist(), self.round, params, versions, split=split
+        )
         return _reports(self._all("evaluate", contents, read))
 
     def ask(

@@ -165,7 +165,7 @@ class FlowerEngine:
             ).read(content)
 
         answers = self.nodes.insist(
-            requests, self._finished, read, min(self.settings.min_clients, len(asked))
+            requests, self._finished - 1, read, min(self.settings.min_clients, len(asked))
         )
         # Global and personal models may be evaluated one after the other. A client that fails in
         # one of them is left out of both.
@@ -195,7 +195,7 @@ class FlowerEngine:
                     content
                 )
 
-            answers = self.nodes.insist(requests, self._finished, read, 1)
+            answers = self.nodes.insist(requests, self._finished - 1, read, 1)
             if not answers.answered:
                 raise RunError(
                     f"no client sent the parts that it keeps ({reasons(answers.failed)})"
@@ -255,7 +255,7 @@ class FlowerEngine:
         versions = self.ledger.best if best else self.ledger.now
         contents = self.messages(self.roster.known, round_, model, versions, personal=personal)
         requests = {client: ("query.adopt", content) for client, content in contents.items()}
-        answers = self.nodes.ask(requests, round_)
+        answers = self.nodes.ask(requests, round_ - 1)
         return answers.failed
 
     # ---- memory ----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from equipoise.errors import RunError
 from equipoise.flower.limits import Refusal, shown
-from equipoise.run.files import load_tensors, save_tensors, write_atomically
+from equipoise.run.files import load_tensors, save_tensors
 from equipoise.tree import Tree, digest
 
 _HOME = "EQUIPOISE_MEMORY"
@@ -43,11 +43,33 @@ def home_of(root: Path) -> str:
     True
     """
     path = root / "home"
-    if not path.exists():
-        root.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, uuid.uuid4().hex.encode())
-        path.chmod(0o600)
-    return path.read_text()
+    try:
+        if not path.exists():
+            root.mkdir(parents=True, exist_ok=True)
+            _write_secret(path)
+        return path.read_text()
+    except OSError as error:
+        raise RunError(
+            f"the memory directory {root} cannot be used: {error.strerror}; it must be one that "
+            "the SuperNode may write to: --node-config 'memory=\"/srv/equipoise\"'"
+        ) from error
+
+
+def _write_secret(path: Path) -> None:
+    """Write a new secret, unless another process has just done so."""
+    own = path.with_name(f"{path.name}-{uuid.uuid4().hex}")
+    own.touch(mode=0o600)
+    try:
+        with own.open("w") as file:
+            file.write(uuid.uuid4().hex)
+            file.flush()
+            os.fsync(file.fileno())
+        # Unlike a rename, a link never replaces a secret that another process may have used.
+        os.link(own, path)
+    except FileExistsError:
+        pass
+    finally:
+        own.unlink()
 
 
 def proof_of_home(root: Path, run: str) -> str:

@@ -20,6 +20,7 @@ from equipoise.flower.identity import Owner, Owners, fingerprint, sealed
 from equipoise.flower.registration import read_registration, usual_first
 from equipoise.flower.roster import Description, Roster
 from equipoise.flower.settings import FlowerSettings
+from equipoise.flower.wire import VERSIONS, settings_of, versions_here
 
 log = logging.getLogger("flwr.equipoise")
 
@@ -82,6 +83,8 @@ class Nodes:
         self._asked: dict[str, int] = {}
         self._looked = float("-inf")
         self._key_of: dict[int, str] = {}
+        # When each connected node was started, as Flower says.
+        self._started: dict[int, str] = {}
         # Nodes refused because of another node with the same number, which may disconnect.
         self._disputed: dict[int, int] = {}
         self._arrived: dict[int, Description] = {}
@@ -138,12 +141,19 @@ class Nodes:
             self._looked = time.monotonic()
             if self.owners.released():
                 self._reconsider(set(self._disputed.values()))
-            online = {info.node_id: info.public_key for info in self.grid.get_nodes()}
+            infos = list(self.grid.get_nodes())
+            online = {info.node_id: info.public_key for info in infos}
+            started = {info.node_id: info.last_activated_at for info in infos}
+            # A node with a key of its own has the same id after a restart. It may be back before
+            # anyone has seen that it was away, and it has lost the messages that it had.
+            same = {node for node in online if self._started.get(node) == started[node]}
+            self._started = started
             for node, client in list(self._client_of.items()):
-                if node not in online:
+                if node not in same:
                     self._forget(client, node)
+            self._asked = {id_: node for id_, node in self._asked.items() if node in same}
             # Ask a refused node again after a restart, because its configuration may have changed.
-            self.refused = {node: why for node, why in self.refused.items() if node in online}
+            self.refused = {node: why for node, why in self.refused.items() if node in same}
             strangers = (
                 set(online) - set(self._client_of) - set(self._asked.values()) - set(self.refused)
             )
@@ -205,12 +215,27 @@ class Nodes:
         elif known.sizes != said.sizes:
             log.warning("client %d now has other sizes; its registered sizes are kept", said.client)
         log.info("client %d (%s) has registered as node %d", said.client, said.name, node)
+        theirs = settings_of(reply.content, VERSIONS)
+        for package, here in versions_here().items():
+            if (there := theirs.get(package)) != here:
+                log.warning(
+                    "client %d has %s %s, the server %s; results may differ, so install the same",
+                    said.client,
+                    package,
+                    "of an unknown version" if there is None else shown(there),
+                    here,
+                )
+
+    def _reached(self, client: int) -> tuple[int, str]:
+        """Return the node of a client, and when it was started; no node is -1."""
+        node = self.node_of.get(client, -1)
+        return node, self._started.get(node, "")
 
     def _forget(self, client: int, node: int) -> None:
         """Mark a node as unreachable. It is asked for its description when it is back."""
         self._client_of.pop(node, None)
         if self.node_of.get(client) == node:
-            log.warning("client %d: its node %d is offline", client, node)
+            log.warning("client %d: its node %d went offline or restarted", client, node)
             del self.node_of[client]
             self._reconsider({client})
 
@@ -233,7 +258,7 @@ class Nodes:
         requests : mapping
             For each client, the kind of message and its content.
         round_ : int
-            The round, counted from 0.
+            The round, counted from 0. SuperNodes log it, counted from 1.
 
         Returns
         -------
@@ -242,14 +267,14 @@ class Nodes:
         """
         answers: Answers[RecordDict] = Answers()
         waiting: dict[str, int] = {}
-        sent_to: dict[int, int] = {}
+        sent_to: dict[int, tuple[int, str]] = {}
         out_of_reach: dict[int, str] = {}
 
         def send(clients: Iterable[int]) -> None:
             reachable = [client for client in clients if client in self.node_of]
             messages = [self._message(self.node_of[c], *requests[c], round_) for c in reachable]
             for client, id_ in zip(reachable, self._push(messages), strict=True):
-                sent_to[client] = self.node_of[client]
+                sent_to[client] = self._reached(client)
                 if id_:
                     waiting[id_] = client
                 else:
@@ -270,7 +295,7 @@ class Nodes:
                 if not reply.has_error():
                     answers.answered[client] = reply.content
                 elif _unavailable(reply):
-                    self._forget(client, sent_to[client])
+                    self._forget(client, sent_to[client][0])
                     out_of_reach[client] = "its node went offline"
                 else:
                     answers.failed[client] = _reason(reply.error.reason)
@@ -279,7 +304,7 @@ class Nodes:
             time.sleep(_LOOK_FOR_ANSWERS)
             self.look()
             for id_, client in [
-                (id_, c) for id_, c in waiting.items() if self.node_of.get(c) != sent_to[c]
+                (id_, c) for id_, c in waiting.items() if self._reached(c) != sent_to[c]
             ]:
                 del waiting[id_]
                 out_of_reach[client] = "its node went offline"

@@ -26,7 +26,7 @@ from equipoise.flower.roster import Description
 from equipoise.flower.settings import FlowerSettings
 
 # The sum of the sizes of all clients fits in an int64.
-_LARGEST_SIZE = 10**12
+LARGEST_SIZE = 10**12
 _MOST_OUTPUTS = 10**7
 _LONGEST_REGISTRATION = 4_000_000
 
@@ -131,9 +131,9 @@ def _no_names(value: Any, most: int, *, unique: bool = True) -> str | None:
 
 def _no_sizes(value: Any) -> str | None:
     fits = isinstance(value, dict) and set(value) == set(SPLITS)
-    if fits and not any(_no_count(size, 0, _LARGEST_SIZE) for size in value.values()):
+    if fits and not any(_no_count(size, 0, LARGEST_SIZE) for size in value.values()):
         return None
-    return f"for each of {', '.join(SPLITS)} a whole number from 0 to {_LARGEST_SIZE:g}"
+    return f"for each of {', '.join(SPLITS)} a whole number from 0 to {LARGEST_SIZE:g}"
 
 
 def _no_shape(value: Any) -> str | None:

@@ -45,6 +45,9 @@ UPLOAD = "upload."
 _LONGEST_FORM = 100_000
 _DEEPEST_FORM = 32
 _LONGEST_HEADER = 4096
+# JSON writes a character as up to twelve.
+_LONGEST_COLUMN = 12 * 3 * LONGEST_NAME
+_LONGEST_WRONG = 160
 
 _PREFIX = b"\x93NUMPY\x01\x00"
 _OPEN_TYPES = {
@@ -160,7 +163,7 @@ class Schema:
             declared[name] = _record(
                 content, name, ArrayRecord, "parameters" if name == UPDATE else name
             )
-            trees[name] = _tree(declared[name], expected)
+            trees[name] = tree_like(declared[name], expected)
         room = self.largest
         for name in self.open_trees:
             declared[name] = record = _record(content, name, ArrayRecord, name.removeprefix(UPLOAD))
@@ -203,11 +206,11 @@ class Schema:
         counts = {
             each: float(value)
             for each, value in given.items()
-            if read_column(each) is not None and isinstance(value, int | float)
+            if _is_count(each) and isinstance(value, int | float)
         }
         if wrong := wrong_counts(counts, self.counted[name]):
             kind, _, split = name.partition(".")
-            raise Misfit(f"{wrong} in {split} of the {kind} model")
+            raise Misfit(f"{shown(wrong, _LONGEST_WRONG)} in {split} of the {kind} model")
         return counts
 
     def _note(self, content: RecordDict) -> ConfigRecord:
@@ -255,6 +258,14 @@ class Schema:
         return tree
 
 
+def _is_count(name: str) -> bool:
+    """Return whether a number is a count by the value of an attribute, with names to be shown."""
+    column = read_column(name) if len(name) <= _LONGEST_COLUMN else None
+    return column is not None and all(
+        part.isprintable() and len(part) <= LONGEST_NAME for part in column
+    )
+
+
 def _record(content: RecordDict, name: str, kind: type[Any], called: str) -> Any:
     record = content.get(name)
     if not isinstance(record, kind):
@@ -262,8 +273,14 @@ def _record(content: RecordDict, name: str, kind: type[Any], called: str) -> Any
     return record
 
 
-def _tree(record: ArrayRecord, expected: Mapping[str, Tensor]) -> Tree:
-    """Read arrays that must have the names, types and shapes of the expected tensors."""
+def tree_like(record: ArrayRecord, expected: Mapping[str, Tensor]) -> Tree:
+    """Read arrays that must have the names, types and shapes of the expected tensors.
+
+    Raises
+    ------
+    Misfit
+        If they have others, or numbers that cannot be used.
+    """
     if set(record) != set(expected):
         raise Misfit(f"answered with other parameters: {several(set(record) ^ set(expected))}")
     tree: Tree = {}

@@ -153,6 +153,7 @@ def serve(
         best=evaluation.select == "best",
     ):
         log.warning("these clients did not receive their final model: %s", reasons(untold))
+    _tell_results(run, directory)
     return run
 
 
@@ -201,11 +202,34 @@ class Identity:
 
 
 def _tell(progress: Progress) -> None:
+    # Not every round is evaluated.
     scores = (
         ""
         if progress.mean is None
-        else f", mean {progress.mean:.4f}, worst client {progress.worst:.4f}"
+        else f"; latest evaluation: mean {progress.mean:.4f}, worst client {progress.worst:.4f}"
     )
     log.info(
         "round %d of %d: loss %.4f%s", progress.round, progress.rounds, progress.train_loss, scores
     )
+
+
+def _tell_results(run: Run, directory: Path | None) -> None:
+    """Log the results of all kinds of models: the mean, and who is left behind."""
+    for model, parts in run.summary["results"].items():
+        for clients, part in parts.items():
+            if part.get("mean") is None:
+                continue
+            log.info(
+                "%s of the %s model, %s clients: mean %.4f, worst client %.4f (%s), worst group "
+                "%.4f (%s)",
+                run.summary["score"],
+                model,
+                clients,
+                part["mean"],
+                part["worst_client"],
+                part["worst_client_name"],
+                part["worst_group"],
+                part["worst_group_name"],
+            )
+    if directory is not None:
+        log.info("files: %s; for a page about the run: equipoise report %s", directory, directory)

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from equipoise.config import Experiment, load_experiment, read_yaml, settings_fr
 from equipoise.data.encode import encode_federation
 from equipoise.data.silos import silo_federation
 from equipoise.engine.stacked import StackedEngine
-from equipoise.errors import InputError
+from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation, Split
 from equipoise.flower.limits import Limits, protection, read_limits
 from equipoise.flower.memory import Versions, memory_root, proof_of_home
@@ -29,6 +30,11 @@ from equipoise.metrics import check_metrics, computed, several_from
 
 NodeConfig = Mapping[str, Any]
 OwnData = Callable[[NodeConfig], Federation]
+
+_TEXTS = ("data", "memory", "device", "limits")
+# Flower's simulation sets the keys that begin with "partition" and "num".
+_NODE_KEYS = (*_TEXTS, "client", "unseen", "min-cell", "partition-id", "num-partitions")
+_TYPING_MISTAKE = 0.8
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,31 @@ def client_number(node: NodeConfig) -> int:
     )
 
 
+def check_node(node: NodeConfig) -> None:
+    """Refuse values of a wrong type in a node's configuration, and keys with typing mistakes.
+
+    Other keys are allowed: a function for the data, or another app, may read them.
+
+    Examples
+    --------
+    >>> check_node({"client": 3, "ward": "north"})
+    >>> check_node({"client": 3, "limit": "/srv/limits.yaml"})
+    Traceback (most recent call last):
+    equipoise.errors.InputError: unknown key 'limit' in the node's configuration; did you mean
+    'limits'? Valid: client, data, device, limits, memory, min-cell, num-partitions, partition-id,
+    unseen
+    """
+    where = "the node's configuration"
+    for key, value in node.items():
+        if key in _TEXTS and not (isinstance(value, str) and value):
+            raise InputError(f'{key} in {where} must be text, such as {key}="...", got {value!r}')
+        if key == "unseen" and not isinstance(value, bool):
+            raise InputError(f"unseen in {where} must be true or false, got {value!r}")
+        if key not in _NODE_KEYS and get_close_matches(key, _NODE_KEYS, 1, _TYPING_MISTAKE):
+            # Without this, a silo could believe that it has limits.
+            raise unknown("key", key, _NODE_KEYS, where=where)
+
+
 def open_silo(
     experiment: Path, run_config: Mapping[str, Any], node: NodeConfig, own: OwnData | None = None
 ) -> Silo:
@@ -152,6 +183,7 @@ def open_silo(
         If the experiment exceeds the limits of the silo, or the run weakens the protection of
         updates.
     """
+    check_node(node)
     client = client_number(node)
     # A process that answers many messages reads the file, the data and the model only once, unless
     # the file changes.
@@ -174,7 +206,7 @@ def open_silo(
         )
     made, limits = _experiment(asked), read_limits(node["limits"]) if "limits" in node else Limits()
     limits.check(made, len(engine.federation.train.of(client)))
-    unseen = limits.evaluate_only or bool(node.get("unseen", False))
+    unseen = limits.evaluate_only or node.get("unseen", False)
     privacy = protection(_written_privacy(experiment, asked.written), made.flower.privacy, limits)
     return Silo(made, client, engine, unseen, memory_root(node.get("memory")), privacy)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from io import BytesIO
 from typing import Any
 
@@ -31,6 +32,9 @@ _AS_WHOLE_NUMBERS = {
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in _AS_WHOLE_NUMBERS}
 NUMPY = "numpy.ndarray"
 """The format of arrays, as Flower calls it."""
+
+VERSIONS = "versions"
+"""The record of a registration with the versions of the client's packages."""
 
 # Records for evaluation in training messages: the request of the server, and the metrics of local
 # models by split.
@@ -213,6 +217,17 @@ def without_evaluation(content: RecordDict) -> RecordDict:
     return RecordDict(
         {n: r for n, r in content.items() if n != EVALUATION and not n.startswith(f"{LOCAL}.")}
     )
+
+
+def versions_here() -> dict[str, str]:
+    """Return the versions of the packages that results depend on, without those of builds.
+
+    Examples
+    --------
+    >>> sorted(versions_here())
+    ['equipoise', 'torch']
+    """
+    return {"equipoise": version("equipoise"), "torch": torch.__version__.partition("+")[0]}
 
 
 def settings_of(content: RecordDict, name: str = "settings") -> dict[str, Any]:

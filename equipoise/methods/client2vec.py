@@ -69,7 +69,8 @@ class Client2Vec(Wrapper):
     Choices that the paper leaves open: if fewer clients remain than are to be drawn, the ban is
     shortened round by round. P and h_P are trained, sent and averaged like the rest of the model.
     L_orth is a mean and not a sum. Gradients flow through both sides of L_dist. A client that joins
-    later has A_i = 0.
+    later has A_i = 0. Clients that a guard drops count as drawn in sampling, but not in eq. 3.
+    Clients that are left out for another reason do not count.
 
     Parameters
     ----------
@@ -292,12 +293,17 @@ class Client2Vec(Wrapper):
         return candidates.ids[choose_by_weight(candidates.key, weights.numpy(), count)]
 
     def learn(self, state: State, cohort: Cohort) -> State:
-        """Record which clients have taken part."""
+        """Record which clients were drawn.
+
+        Clients that a guard has dropped were drawn, too. Otherwise they would never rest, and
+        hostile clients would be drawn more often than others.
+        """
         if "sampling" not in self.uses:
             return super().learn(state, cohort)
         clients = state.server[_KEPT]
-        here = locate(clients, cohort)
-        last = clients["last"].index_put((here,), torch.full_like(here, state.round + 1))
+        drawn = [*cohort.ids.tolist(), *state.notes.get("guard_dropped", ())]
+        here = torch.isin(clients["ids"], torch.tensor(drawn))
+        last = torch.where(here, state.round + 1, clients["last"])
         return state.with_server(**{_KEPT: {**clients, "last": last}})
 
     # ---- aggregation -----------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class DsaIgn(LocalRule):
     Parameters
     ----------
     div, sim, orth, recon : bool
-        Which of the four losses to use (table 2).
+        Which of the four losses to use (table 2; figure 7 for ``div``).
     clip : float, optional
         C, the norm to which β_f and β_l of a client are clipped before it sends them.
     noise : float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -36,7 +36,9 @@ class FedMix(LocalRule, Aggregation):
         (1 − λ) ℓ(f(x′), y) + λ ℓ(f(x′), ȳ) + λ ⟨∂/∂x′ (1 − λ) ℓ(f(x′), y), x̄⟩,  x′ = (1 − λ) x,
 
     for each sample. The derivative is that of the sample's own loss, so the last term has no factor
-    1/B (some public code differentiates the mean of a batch). Images stored as bytes are scaled to
+    1/B (some public code differentiates the mean of a batch). With BatchNorm the losses of other
+    samples depend on x′, too, and the derivative is that of their sum. ℓ(f(x′), ȳ) is always the
+    cross-entropy, even if ``training.loss`` sets another loss. Images stored as bytes are scaled to
     [0, 1] before they are mixed.
 
     Clients that join later receive the means but add none.
@@ -130,15 +132,23 @@ class FedMix(LocalRule, Aggregation):
             means[name].index_select(0, drawn.unsqueeze(0)).squeeze(0) for name in ("x", "y")
         )
         shrunk = (1 - self.lam) * pixels(client.x, client.network.dtype)
-        mixed = client.at(x=shrunk, train=True).recording(client.recorded)
-        output = mixed.output()
+
+        def output_of(x: Tensor) -> tuple[Tensor, Tree]:
+            statistics: Tree = {}
+            return client.at(x=x, train=True).recording(statistics).output(), statistics
+
+        def own_loss(output: Tensor) -> Tensor:
+            return (1 - self.lam) * client.sum(client.task_loss(output))
+
+        # One forward pass for both: the loss, and its derivative by the images.
+        made: tuple[Any, ...] = torch.func.vjp(output_of, shrunk, has_aux=True)
+        output, derivative, statistics = made
+        (by_image,) = derivative(torch.func.grad(own_loss)(output))
+        if client.recorded is not None:
+            client.recorded.update(statistics)
+        towards_mean = (by_image * mean_x).flatten(1).sum(1)
         to_mean = output.logsumexp(1) - (output * mean_y).sum(1)
-
-        def own_loss(x: Tensor) -> Tensor:
-            return (1 - self.lam) * client.sum(client.at(x=x, train=True).task_loss())
-
-        towards_mean = (torch.func.grad(own_loss)(shrunk) * mean_x).flatten(1).sum(1)
-        return (1 - self.lam) * mixed.task_loss() + self.lam * (to_mean + towards_mean)
+        return (1 - self.lam) * client.task_loss(output) + self.lam * (to_mean + towards_mean)
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Average the models."""

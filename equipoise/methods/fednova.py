@@ -29,7 +29,7 @@ class FedNova(Aggregation):
     ----------
     effective : {"weights", "steps"}
         τ_eff, the factor of the server's step: Σ p_k ‖a_k‖₁, or the mean number of steps Σ p_k τ_k.
-        Both are equal for SGD without momentum.
+        Both are equal for SGD without momentum and without a proximal term.
     """
 
     effective: str = "weights"

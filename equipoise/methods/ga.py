@@ -21,7 +21,8 @@ class GeneralizationAdjustment(Aggregation):
     measured on the client's validation split: the own model θ_k after training in round r − 1, and
     the global model that the client receives in round r. Therefore a round needs no further
     message. Weights start equal and stay on the simplex: they are clipped at 0 and scaled to their
-    previous sum. With centred gaps they do not change if all gaps are equal.
+    previous sum. (The public code also clips them at 1.) With centred gaps they do not change if
+    all gaps are equal.
 
     A client that has no validation data, or did not take part in the previous round, has no gap and
     keeps its weight. If only some clients take part, their weights are scaled to sum to one.
@@ -144,7 +145,7 @@ def generalization_adjustment(
     # Equal gaps deviate from their mean only by rounding, which the division would magnify.
     if largest <= 1e-12 * gaps[known].abs().max():
         return weights
-    raised = (weights[known] + step * deviations / largest).clamp(0, 1)
+    raised = (weights[known] + step * deviations / largest).clamp(min=0)
     if not raised.sum() > 0:
         return weights
     return weights.masked_scatter(known, raised * weights[known].sum() / raised.sum())

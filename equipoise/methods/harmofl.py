@@ -42,10 +42,10 @@ class HarmoFL(LocalRule, Aggregation):
     keeps its phases (:class:`~equipoise.models.fourier.AmplitudeNorm`). Local steps use the
     gradient at w + δ with δ = α g/‖g‖, as in FedSAM.
 
-    Ã is the average over clients of the mean amplitude of their training images. It is computed
-    once, before round 1, and does not change. (In the paper, clients use a running mean of their
-    own batches during round 1, and Ã is the average of these.) It is part of the model and is sent
-    with it.
+    Ã is the average over clients of the mean amplitude of their training images, with the weights
+    of clients, which are equal by default. It is computed once, before round 1, and does not
+    change. (In the paper, clients use a running mean of their own batches during round 1, and Ã is
+    the average of these.) It is part of the model and is sent with it.
 
     Parameters
     ----------

@@ -18,20 +18,7 @@ from equipoise.tree import Tree
 
 @dataclass(frozen=True)
 class _Neighbours(Guard):
-    """What Krum and multi-Krum share: the scores of clients.
-
-    The score of a client is the sum of its n − f − 2 smallest squared distances from others.
-    The distance of two clients covers everything they send. With parameters only, it is the paper's
-    ‖w_i − w_j‖². BatchNorm statistics and each tree of uploads are further terms; if there are any,
-    each term is divided by its median over pairs of clients, because their scales differ. Of
-    clients with equal scores, those with lower ids are kept. Weights of the clients that are kept
-    are those that the aggregation gives them; the paper's mean is that of ``weights: uniform``.
-
-    Parameters
-    ----------
-    f : int
-        The number of clients that may be hostile. A round needs n ≥ 2 f + 3 updates.
-    """
+    """What Krum and multi-Krum share: the scores of clients."""
 
     f: int = 1
 
@@ -59,7 +46,19 @@ class _Neighbours(Guard):
 @register("krum", paper="Blanchard et al., NeurIPS 2017", sees=Sees.UPDATES, method=False)
 @dataclass(frozen=True)
 class Krum(_Neighbours):
-    """Use only the update with the lowest score."""
+    """Use only the update with the lowest score.
+
+    The score of a client is the sum of its n − f − 2 smallest squared distances from others.
+    The distance of two clients covers everything they send. With parameters only, it is the paper's
+    ‖w_i − w_j‖². BatchNorm statistics and each tree of uploads are further terms; if there are any,
+    each term is divided by its median over pairs of clients, because their scales differ. Of
+    clients with equal scores, those with lower ids are kept.
+
+    Parameters
+    ----------
+    f : int
+        The number of clients that may be hostile. A round needs n ≥ 2 f + 3 updates.
+    """
 
     def kept(self, clients: int) -> int:
         """Return 1."""
@@ -69,10 +68,15 @@ class Krum(_Neighbours):
 @register("multikrum", paper="Blanchard et al., NeurIPS 2017", sees=Sees.UPDATES, method=False)
 @dataclass(frozen=True)
 class MultiKrum(_Neighbours):
-    """Use only the m updates with the lowest scores.
+    """Use only the m updates with the lowest scores, which are those of :class:`Krum`.
+
+    Weights of the clients that are kept are those that the aggregation gives them; the paper's mean
+    is that of ``weights: uniform``.
 
     Parameters
     ----------
+    f : int
+        As that of :class:`Krum`.
     m : int, optional
         At most n − f; n − f by default.
     """

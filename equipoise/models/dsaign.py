@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from equipoise.checks import count, probability, several
-from equipoise.errors import InputError, RunError, unknown
+from equipoise.errors import InputError, unknown
 from equipoise.models.attention import Attention
 from equipoise.models.base import Model
 from equipoise.models.linear_layers import Linear
@@ -214,20 +215,20 @@ def _described(source: str, texts: list[str], width: int) -> LabelCosines:
 
 
 def _label_vectors(path: str, classes: int, width: int) -> Tensor:
-    # Only needed for label vectors from a file.
-    from equipoise.run.files import load_tensors
-
     try:
-        found = load_tensors(Path(path))[0].get("labels")
-    except RunError as error:
-        raise InputError(f"labels of model 'dsaign': {error}") from error
+        found = load_file(path).get("labels")
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"labels of model 'dsaign': cannot read {path} as a safetensors file: {error}"
+        ) from error
     if found is None or tuple(found.shape) != (classes, width):
         shape = None if found is None else tuple(found.shape)
         raise InputError(
             f"labels of model 'dsaign': {path} must have a tensor 'labels' of shape "
             f"{(classes, width)}, got {shape}"
         )
-    return found.float()
+    # Copied, because tensors in the file are not aligned, so kernels may round differently.
+    return found.to(torch.float32, copy=True)
 
 
 class EncoderLayer(nn.Module):

@@ -306,12 +306,18 @@ class StackedRecurrence(torch.autograd.Function):
         """Keep what the gradient needs."""
         outputs, _, cells, gates = output
         ctx.mark_non_differentiable(cells, gates)
+        # Otherwise zeros would be written as the gradients by cells and gates, which are large.
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:4], outputs, cells, gates)
 
     @staticmethod
-    def backward(ctx: Any, upper: Tensor, of_last: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, upper: Tensor | None, of_last: Tensor | None, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """Go through the steps from the last to the first."""
         driven, weight, output, cell, outputs, cells, gates = ctx.saved_tensors
+        upper = torch.zeros_like(outputs) if upper is None else upper
+        of_last = torch.zeros_like(cell) if of_last is None else of_last
         if torch.is_grad_enabled():
             # This gradient will be differentiated in turn, which the kernels cannot be.
             given = (driven, weight, output, cell)

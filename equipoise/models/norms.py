@@ -273,6 +273,8 @@ class StackedNorm(torch.autograd.Function):
         *tensors, ctx.momentum, ctx.eps, ctx.relu = inputs
         _, *statistics = output
         ctx.mark_non_differentiable(*statistics)
+        # Otherwise zeros would be written as the gradients by the statistics.
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, statistics[-1])
 
     @staticmethod

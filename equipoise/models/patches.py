@@ -36,20 +36,24 @@ class PatchProduct(torch.autograd.Function):
         ctx.shape = x.shape
         ctx.save_for_backward(output[1], weight)
         ctx.mark_non_differentiable(output[1])
+        # Otherwise zeros would be written as the gradient by the patches, which are large.
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, upper: Tensor, *_: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
         """Return the gradients by images and by weights."""
         patches, weight = ctx.saved_tensors
         clients, samples, channels, *size = ctx.shape
         kernel = weight.shape[-2:]
-        rows = gradients[0].permute(0, 1, 3, 4, 2).reshape(clients, -1, weight.shape[1])
+        rows = upper.permute(0, 1, 3, 4, 2).reshape(clients, -1, weight.shape[1])
         for_x = for_weight = None
         if ctx.needs_input_grad[1]:
             for_weight = torch.bmm(patches.transpose(1, 2), rows)
             for_weight = for_weight.view(clients, *kernel, channels, -1).permute(0, 4, 3, 1, 2)
         if ctx.needs_input_grad[0]:
-            height, width = gradients[0].shape[-2:]
+            height, width = upper.shape[-2:]
             shares = torch.bmm(rows, _weight_matrix(weight).transpose(1, 2))
             shares = shares.view(clients, samples, height, width, *kernel, channels)
             top, left = ctx.padding

@@ -111,7 +111,14 @@ def save_tensors(path: Path, tensors: Tree, note: Mapping[str, Any] | None = Non
     >>> load_tensors(path)
     ({'w': tensor([1., 1.])}, {'round': 3})
     """
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in sorted(tensors.items())}
+    plain: Tree = {}
+    places: set[int] = set()
+    for name, tensor in sorted(tensors.items()):
+        there = tensor.detach().cpu().contiguous()
+        # Parts of a method may keep the same tensor, such as the ids of all clients. The format
+        # does not allow this.
+        plain[name] = there.clone() if there.numel() and there.data_ptr() in places else there
+        places.add(there.data_ptr())
     text = json.dumps(note or {}, sort_keys=True)
     # A single entry, because the format does not preserve the order of entries. The checksum
     # follows the note, so that no single damaged bit makes the file look like one of an older

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ from equipoise.run.summary import summary_of
 from equipoise.tree import Tree
 
 _BYTES_OF_A_REPORT = 8
+# The report from which the variance of gaps is computed.
+_GAPS = "val_loss_after"
 MakeEngine = Callable[[Federation, nn.Module, Training, Machine, int, Federation], Engine]
 
 
@@ -71,6 +73,43 @@ class Progress:
     mean: float | None = None
     worst: float | None = None
     sigma: float | None = None
+
+
+@dataclass(frozen=True)
+class _Combined:
+    """A round after aggregation.
+
+    Attributes
+    ----------
+    sent : Tree
+        The model that clients received.
+    receivers : int
+        How many clients received it.
+    trained : Updates
+        The updates of all clients that trained, before a guard has changed them.
+    trained_ids : int array
+        The ids of these clients.
+    updates : Updates
+        The updates that were combined.
+    cohort : RoundCohort
+        The clients that sent them.
+    guarded : bool
+        Whether there is a guard.
+    """
+
+    sent: Tree
+    receivers: int
+    trained: Updates
+    trained_ids: NDArray[np.int64]
+    updates: Updates
+    cohort: RoundCohort
+    guarded: bool
+
+    def as_trained(self) -> Updates:
+        """Return the updates of the cohort as its clients trained them."""
+        if not self.guarded:
+            return self.updates
+        return self.trained.of(np.isin(self.trained_ids, self.cohort.ids))
 
 
 class Trainer:
@@ -233,52 +272,18 @@ class Trainer:
         only_as_last = due and not self.evaluation.due(number, last=False)
         self.state, admitting = self.participants.admit(self.state)
         cohort, asked = self.participants.next_cohort(self.state)
-        # With pooled data, clients do not train.
-        clients_train = not self.participants.pooled
-        reports_gaps = due and clients_train and self.evaluator.has_global
-        if reports_gaps:
-            cohort.wanted_reports.add("val_loss_after")
-        cohort.evaluates_local = due and self.evaluation.local and clients_train
-        steps = self._steps(number)
-        prepared, cohort = steps.prepare(self.state, cohort)
-        report_bytes = 0
-        if reports_gaps and "val_loss_after" not in self.method.aggregation.needs:
-            report_bytes = _BYTES_OF_A_REPORT * len(cohort.ids)
-        if not last:
-            self._trains.while_busy(lambda: self.participants.look_ahead(self.state))
-        self._trains.while_busy(self._finish_round)
-        sent, trained = steps.train(prepared, cohort)
-        # Without a chunk of clients to train, the engine has not called it.
-        self._finish_round()
-        clock.lap("train", since=self._evaluated_at)
-        updates, who_trained = trained, cohort.ids
-        if self.method.guard is not None:
-            prepared, updates, cohort = steps.screen(
-                self.method.guard, prepared, sent, trained, cohort
-            )
-            clock.lap("guard")
-        self.state, updates, cohort = steps.combine(prepared, updates, cohort)
-        clock.lap("combine")
-        self._trains.commit(cohort)
-        # The bytes of questions before round 1 are counted in round 1.
-        everyone = self.participants.everyone
-        cohorts = [*admitting, *asked, *([everyone] if number == 1 and everyone else [])]
-        if self._trains is self.engine:
-            cohorts.append(cohort)
-        moved = summed(cohorts, BYTES)
-        self.bytes = {name: before + moved[name] for name, before in self.bytes.items()}
-        row = beginning_of_row(number, updates, cohort, cohorts)
-        rest = summed(cohorts, ("messages", "evaluations"))
-        all_train = len(cohort.ids) == len(self.participants.registered)
-        written = cohort_and_notes(self.state, cohort, everyone=all_train)
+        reports_gaps = due and self._ask_for_evaluation(cohort)
+        done = self._train_and_combine(number, cohort, clock)
+        report_bytes = _BYTES_OF_A_REPORT * done.receivers if reports_gaps else 0
+        beginning, rest = self._rows_of(number, done, [*admitting, *asked])
         if only_as_last:
-            fewer = moved | {"bytes_up": moved["bytes_up"] - report_bytes}
-            self._remember_for_longer(row | rest | counted(fewer) | written, report_bytes)
+            fewer = {"bytes_up": rest["bytes_up"] - report_bytes}
+            self._remember_for_longer(beginning | rest | fewer, report_bytes)
         if due:
             idle = Moment(self.engine.network.device)
-            finish = self._launch_evaluation(updates, cohort, only_as_last=only_as_last)
-            row |= not_evaluated(self.engine.absent)
-        row |= rest | counted(moved) | written
+            finish = self._launch_evaluation(done.updates, done.cohort, only_as_last=only_as_last)
+            beginning |= not_evaluated(self.engine.absent)
+        row = beginning | rest
         if due and self._may_finish_later(number):
             self._finish_later(finish, idle, row, clock)
             return self._progress(row)
@@ -288,21 +293,81 @@ class Trainer:
         self._listeners.round(dict(row), evaluated=due)
         if self.stopped is not None and not due and self.evaluation.every:
             # The last round is always evaluated.
-            self._launch_evaluation(updates, cohort)()
+            self._launch_evaluation(done.updates, done.cohort)()
             row |= not_evaluated(self.engine.absent)
         if self._listeners:
             clock.lap("callbacks")
         self._append(row, clock)
         ends = last or self._ends_early
         if ends and self.evaluation.keep_local:
-            # The trained models, not those that a guard has changed.
-            own = trained.of(np.isin(who_trained, cohort.ids)) if self.method.guard else updates
             # Before the checkpoint, because a run that is resumed after its last round cannot
             # compute them again.
-            self._kept.keep_local(self.evaluator.local_models(sent, own, cohort, number))
+            local = self.evaluator.local_models(done.sent, done.as_trained(), done.cohort, number)
+            self._kept.keep_local(local)
         if ends or self._saves_after(number):
             self.save_checkpoint()
         return self._progress(row)
+
+    def _ask_for_evaluation(self, cohort: RoundCohort) -> bool:
+        """Let clients report what the evaluation after this round needs.
+
+        Returns
+        -------
+        bool
+            Whether they send a report that the method itself does not need.
+        """
+        # With pooled data, clients do not train.
+        if self.participants.pooled:
+            return False
+        cohort.evaluates_local = self.evaluation.local
+        if not self.evaluator.has_global:
+            return False
+        cohort.wanted_reports.add(_GAPS)
+        return _GAPS not in self.method.aggregation.needs
+
+    def _train_and_combine(self, number: int, cohort: RoundCohort, clock: Clock) -> _Combined:
+        """Make the next state, and commit the memories of clients."""
+        steps, guard = self._steps(number), self.method.guard
+        prepared, cohort = steps.prepare(self.state, cohort)
+        receivers = len(cohort.ids)
+        if number < self.training.rounds:
+            self._trains.while_busy(lambda: self.participants.look_ahead(self.state))
+        self._trains.while_busy(self._finish_round)
+        sent, trained = steps.train(prepared, cohort)
+        # Without a chunk of clients to train, the engine has not called it.
+        self._finish_round()
+        clock.lap("train", since=self._evaluated_at)
+        updates, trained_ids = trained, cohort.ids
+        if guard is not None:
+            prepared, updates, cohort = steps.screen(guard, prepared, sent, trained, cohort)
+            clock.lap("guard")
+        self.state, updates, cohort = steps.combine(prepared, updates, cohort)
+        clock.lap("combine")
+        self._trains.commit(cohort)
+        return _Combined(
+            sent, receivers, trained, trained_ids, updates, cohort, guarded=guard is not None
+        )
+
+    def _rows_of(
+        self, number: int, done: _Combined, asked: Sequence[RoundCohort]
+    ) -> tuple[Row, Row]:
+        """Return the two parts of a round's row, around those who did not answer in evaluation.
+
+        The bytes of the round are added to those of the run.
+        """
+        everyone = self.participants.everyone
+        # The bytes of questions before round 1 are counted in round 1.
+        cohorts = [*asked, *([everyone] if number == 1 and everyone else [])]
+        if self._trains is self.engine:
+            cohorts.append(done.cohort)
+        moved = summed(cohorts, BYTES)
+        self.bytes = {name: before + moved[name] for name, before in self.bytes.items()}
+        all_train = len(done.cohort.ids) == len(self.participants.registered)
+        return beginning_of_row(number, done.updates, done.cohort, cohorts), {
+            **summed(cohorts, ("messages", "evaluations")),
+            **counted(moved),
+            **cohort_and_notes(self.state, done.cohort, everyone=all_train),
+        }
 
     def _append(self, row: Row, clock: Clock) -> None:
         self.rounds.append([row])

@@ -51,6 +51,7 @@ VARIANTS = {
         "similarity": "cosine",
         "soft": True,
     },
+    "fedper, gifair": {"name": "fedper", "aggregation": {"name": "gifair", "exact": True}},
     "scaffold, norm": {"name": "scaffold", "guard": "norm"},
     "fedper, krum": {"name": "fedper", "guard": "krum"},
     "scaffold, multikrum": {"name": "scaffold", "guard": "multikrum"},
@@ -80,6 +81,7 @@ ONLY = {
     "fedgcr": {"fedgc"},
     "fedgcr, received": {"fedgc"},
     "fedgr": {"prompts", "fedgc"},
+    "fedper, gifair": {"images"},
 }
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from equipoise import train
 from equipoise.data import load
 from equipoise.engine.arithmetic import exact_arithmetic
 from equipoise.engine.settings import Machine, Training
@@ -357,6 +358,41 @@ def test_evaluate_answers_for_the_cohort_only():
         loss_by_hand(small(), data, data.val.of(0)), abs=1e-12
     )
     assert answer["loss"].isnan().tolist() == [False, True]
+
+
+@dataclass(frozen=True)
+class Looks(FedAvg):
+    """Average the models, and note what each client's loss of the average is."""
+
+    def combine(self, state, updates, cohort):
+        new = super().combine(state, updates, cohort)
+        return new.with_notes(val_loss=cohort.evaluate(new.model, "val")["loss"])
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("rule", ["fedper", "fedbn", "ditto"])
+def test_averages_are_evaluated_with_the_parts_that_clients_keep(rule, chunk):
+    """After the round these are the personal models; Ditto keeps second copies only."""
+    run = train(
+        images(sizes=[9, 14, 6, 11, 8], splits=(0.5, 0.5, 0.0)),
+        method=build(rule, aggregation=Looks()),
+        model=small(),
+        training=Training(rounds=3, cohort=3, batch_size=4, optimizer=Sgd(lr=0.1)),
+        machine=Machine(device="cpu", precision="float64", chunk=chunk),
+    )
+    which = "global" if rule == "ditto" else "personal"
+    found = {
+        (row["round"], client): loss
+        for row in run.trainer.rounds
+        for client, loss in zip(row["clients"], row["notes"]["val_loss"], strict=True)
+    }
+    wanted = {
+        (row["round"], row["client"]): row["loss"]
+        for row in run.trainer.metrics
+        if row["model"] == which and row["split"] == "val"
+    }
+    assert len(found) == 9
+    assert found == pytest.approx({key: wanted[key] for key in found}, abs=1e-12)
 
 
 # ---- the engine around it ------------------------------------------------------------------------

@@ -6,11 +6,15 @@ import json
 
 import numpy as np
 import pytest
-from flwr.app import MetricRecord
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
+from equipoise import tasks
 from equipoise.attributes import column_of, read_column
 from equipoise.config import load_experiment
 from equipoise.errors import RunError
+from equipoise.flower.checks import Misfit
+from equipoise.flower.reports import Declared
+from equipoise.flower.schema import Schema
 from tests.attributed import people
 from tests.flower.loop import misbehaving, own_nodes, run_on_loop, write_experiment
 from tests.flower.parity import compare
@@ -134,3 +138,30 @@ def test_a_wrong_positive_class_is_refused_by_clients(folder):
     assert load_experiment(path).evaluation.positive == 5
     with pytest.raises(RunError, match="evaluation.positive must be a class from 0 to 1, got 5"):
         run_on_loop(path, own_nodes(folder))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "[" * 20_000,
+        '["sex",  "Female", "n"]',
+        column_of("sex", "\x1b[2J", "n"),
+        column_of("x" * 301, "Female", "n"),
+        column_of("x" * 10**6, "Female", "n"),
+    ],
+)
+def test_names_of_counts_that_no_client_writes_are_ignored(name):
+    numbers = Declared(tasks.build("classification")).of_model("global", {"val": 0, "test": 9})
+    schema = Schema(client=0, round=1, numbers=numbers, counted={"global.val": 0, "global.test": 9})
+    test = MetricRecord({"loss": 0.5, "accuracy": 0.5, name: 5})
+    note = ConfigRecord({"client": 0, "round": 1})
+    answer = schema.read(RecordDict({"global.test": test, "note": note}))
+    assert answer.numbers["global.test"] == {"loss": 0.5, "accuracy": 0.5}
+
+
+def test_a_reason_shows_the_name_of_an_attribute_in_part():
+    schema = Schema(client=0, round=1, numbers={"global.test": {}}, counted={"global.test": 9})
+    test = MetricRecord({column_of("x" * 300, "v", "n"): 12})
+    note = ConfigRecord({"client": 0, "round": 1})
+    with pytest.raises(Misfit, match=r"answered with 12 samples by x+\.\.\. in test of the global"):
+        schema.read(RecordDict({"global.test": test, "note": note}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import yaml
 
@@ -104,3 +106,17 @@ def test_trackers_of_the_experiment_run_on_the_server(folder, tmp_path, monkeypa
     assert (tmp_path / "losses.txt").read_text().splitlines() == losses
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert config["tracking"] == [own]
+
+
+def test_the_log_of_the_server_ends_with_who_is_left_behind(folder, tmp_path, caplog):
+    path = write_experiment(folder, training={"rounds": 1})
+    with caplog.at_level(logging.INFO):
+        run, _ = run_on_loop(path, own_nodes(folder), tmp_path / "run")
+    found = run.summary["results"]["global"]["seen"]
+    *_, results, files = caplog.messages
+    assert results == (
+        f"accuracy of the global model, seen clients: mean {found['mean']:.4f}, worst client "
+        f"{found['worst_client']:.4f} ({found['worst_client_name']}), worst group "
+        f"{found['worst_group']:.4f} ({found['worst_group_name']})"
+    )
+    assert files.endswith(f"equipoise report {tmp_path / 'run'}")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
+from flwr.proto.node_pb2 import NodeInfo
 
 from equipoise.config import load_experiment
 from equipoise.errors import InputError, RunError
@@ -425,7 +426,8 @@ def test_a_node_that_cannot_take_part_is_named_when_time_is_up(folder):
     path = write_experiment(folder, flower={"wait": 0.3})
     with pytest.raises(
         RunError,
-        match=rf"3 of 4 clients have registered .* node {FIRST_NODE + 21} was refused: .*nowhere",
+        match=rf"3 of 4 clients have registered .* node {FIRST_NODE + 21} was refused: cannot read "
+        "/nowhere",
     ):
         run_on_loop(path, [*own_nodes(folder, range(3)), {"client": 3, "data": "/nowhere"}])
 
@@ -449,6 +451,30 @@ def test_a_restarted_node_is_asked_again_in_the_same_round(folder, at_once):
     assert experiment.training.rounds == 2
     for name, tensor in run.trainer.state.model.items():
         assert torch.equal(tensor, undisturbed.trainer.state.model[name])
+
+
+@pytest.mark.parametrize("lost", ["query.describe", "train"])
+def test_a_node_that_restarts_under_the_same_id_is_asked_again(lost, folder, at_once):
+    """A node with a key keeps its id, and may be back before anyone has seen that it was away."""
+    path = write_experiment(folder, training={"rounds": 1}, flower={"timeout": 3, "wait": 3})
+
+    class Restarting(Growing):
+        starts = 1
+
+        def get_nodes(self):
+            for place, node in enumerate(self.nodes):
+                started = self.starts if place == 1 else 1
+                yield NodeInfo(node_id=node, last_activated_at=f"2026-01-0{started}")
+
+        def _answer(self, message):
+            second = message.metadata.dst_node_id == FIRST_NODE + 7
+            if second and message.metadata.message_type == lost and self.starts == 1:
+                self.starts = 2
+                return None
+            return super()._answer(message)
+
+    run = run_on(Restarting(client_app(path), own_nodes(folder)), path)
+    assert [row["cohort"] for row in run.trainer.rounds] == [4]
 
 
 def test_a_client_whose_disk_is_gone_begins_anew(folder):

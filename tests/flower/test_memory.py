@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -62,3 +64,18 @@ def test_where_memories_are(monkeypatch, tmp_path):
 
 def test_a_disk_keeps_its_name(tmp_path):
     assert home_of(tmp_path / "a") == home_of(tmp_path / "a") != home_of(tmp_path / "b")
+
+
+def test_processes_that_create_a_home_at_once_agree(tmp_path, monkeypatch):
+    """Several SuperNodes may share a directory, and none of them sees the file of another yet."""
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    assert home_of(tmp_path) == home_of(tmp_path)
+    assert [(file.name, file.stat().st_mode & 0o777) for file in tmp_path.iterdir()] == [
+        ("home", 0o600)
+    ]
+
+
+def test_a_directory_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"the memory directory .*file/memory cannot be used: Not a"):
+        home_of(tmp_path / "file" / "memory")

@@ -50,6 +50,16 @@ def test_fine_tuned_and_averaged_models_are_the_same(folder):
     compare(path, folder)
 
 
+@pytest.mark.parametrize("aggregation", ["faa", {"name": "gifair", "exact": True}], ids=str)
+def test_averages_with_the_parts_that_clients_keep_are_the_same(aggregation, folder):
+    path = write_experiment(
+        folder,
+        method={"name": "fedper", "aggregation": aggregation},
+        training={"rounds": 3, "cohort": 3, "optimizer": {"lr": 0.1}},
+    )
+    compare(path, folder)
+
+
 def test_batch_statistics_and_augmentation_are_the_same(folder):
     path = write_experiment(
         folder,

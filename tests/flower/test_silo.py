@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,8 @@ from equipoise.data import load
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.flower.roster import Description, Roster, read_roster
-from equipoise.flower.silo import client_number, open_silo, placed
+from equipoise.flower.silo import check_node, client_number, open_silo, placed
+from equipoise.flower.wire import versions_here
 from tests.flower.loop import own_nodes, run_on_loop, write_experiment, write_silos
 from tests.flower.parity import assert_same_rows
 
@@ -52,6 +55,25 @@ def test_a_client_has_one_number_for_good(node, number):
 def test_a_node_without_a_number_is_told_how_to_give_one(node, says):
     with pytest.raises(InputError, match=says):
         client_number(node)
+
+
+@pytest.mark.parametrize(
+    ("node", "says"),
+    [
+        ({"unseen": "false"}, "unseen in the node's configuration must be true or false, got 'f"),
+        ({"data": 3}, 'data in the node\'s configuration must be text, such as data="...", got 3'),
+        ({"memory": ""}, "memory in the node's configuration must be text"),
+        ({"limit": "limits.yaml"}, "unknown key 'limit' .*; did you mean 'limits'"),
+        ({"min_cell": 20}, "did you mean 'min-cell'"),
+    ],
+)
+def test_mistakes_in_the_configuration_of_a_node_are_not_ignored(node, says):
+    with pytest.raises(InputError, match=says):
+        check_node({"client": 3, **node})
+
+
+def test_a_node_may_have_further_keys():
+    check_node({"partition-id": 1, "num-partitions": 4, "ward": "north", "nan-in-round": 3})
 
 
 def test_a_silo_has_the_splits_it_has_among_all_others(folder):
@@ -234,3 +256,14 @@ def test_a_node_says_its_own_device(folder):
     )
     with pytest.raises(InputError, match="--set machine.device=gpu.*unknown device 'gpu'"):
         open_silo(path, {}, {**own_nodes(folder)[0], "device": "gpu"})
+
+
+def test_other_versions_of_a_client_are_named(folder, caplog, monkeypatch):
+    there = {"equipoise": "0.0.7", "torch": versions_here()["torch"]}
+    monkeypatch.setattr("equipoise.flower.client.versions_here", lambda: there)
+    path = write_experiment(folder, training={"rounds": 0})
+    run_on_loop(path, own_nodes(folder))
+    here = version("equipoise")
+    assert [message for message in caplog.messages if "client 2 has " in message] == [
+        f"client 2 has equipoise 0.0.7, the server {here}; results may differ, so install the same"
+    ]

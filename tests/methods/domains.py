@@ -41,5 +41,5 @@ def local_step(federation, client, w):
 def adjusted_by_hand(a, gap, step):
     """The equation of GA in NumPy, for clients that all have a gap."""
     deviation = gap - gap.mean()
-    raised = np.clip(a + step * deviation / np.abs(deviation).max(), 0, 1)
+    raised = np.maximum(a + step * deviation / np.abs(deviation).max(), 0)
     return a.sum() * raised / raised.sum()

@@ -174,6 +174,16 @@ def test_nobody_is_drawn_twice_within_the_ban():
         assert not set(ids) & {k for before in rounds[max(0, number - 2) : number] for k in before}
 
 
+def test_clients_that_a_guard_drops_were_drawn(path):
+    """Client 1 was dropped: it rests, and the next clients are compared with it, too."""
+    method = build("client2vec", uses=["sampling"], index=path, tau=0.3)
+    plain, guarded = begun(method), begun(method).with_notes(guard_dropped=[1])
+    assert torch.equal(
+        after(method, guarded, [2]).server["client2vec"]["last"],
+        after(method, plain, [1, 2]).server["client2vec"]["last"],
+    )
+
+
 # ---- aggregation ---------------------------------------------------------------------------------
 
 

@@ -114,11 +114,12 @@ def test_always_on_the_simplex(clients):
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_rounds_by_hand(every):
-    """Gaps are measured in rounds n, 2n, ...; in others GA uses those of the previous round."""
-    world = regression()
-    played = play(
-        build("faa", step=0.1, decay=False, every=every), world, linear(), COHORTS, **TRAINING
-    )
+    """Gaps are measured in rounds n, 2n, ...; in others GA uses those of the previous round.
+
+    They are of all validation samples, whatever limits other reports.
+    """
+    world, method = regression(), build("faa", step=0.1, decay=False, every=every)
+    played = play(method, world, linear(), COHORTS, report_samples=1, **TRAINING)
     w, a, own, took_part = first_weights(), np.full(4, 0.25), np.full(4, np.nan), np.zeros(4, int)
     for number, cohort in enumerate(COHORTS, start=1):
         here = np.array(cohort)

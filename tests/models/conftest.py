@@ -21,17 +21,20 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
         patch_tensors(tensor, *scope)
         tensor.__index__ = lambda self: int(self.handle.data.item())
 
-    dot = interpreter.InterpreterBuilder.create_dot
+    def exact(handle: Any) -> Any:
+        """Return numbers in float64. The interpreter keeps bfloat16 as integers of its bits."""
+        if handle.dtype.scalar == tl.bfloat16:
+            return (handle.data.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return handle.data.astype(np.float64)
 
-    def dot_of_numbers(self: Any, a: Any, b: Any, *others: Any) -> Any:
-        """Multiply bfloat16 numbers, which the interpreter keeps as integers of the same bits."""
-        a, b = (
-            interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-            if x.dtype.scalar == tl.bfloat16
-            else x
-            for x in (a, b)
-        )
-        return dot(self, a, b, *others)
+    def dot_in_float64(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        """Multiply in float64, and round once.
+
+        As on a GPU, a product does not depend on its place in a tile then. NumPy's float32 products
+        do so with the matrix kernels of some processors.
+        """
+        product = np.matmul(exact(a), exact(b)).astype(d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     interpreter._patch_lang_tensor = patch_tensors_for_new_numpy
-    interpreter.InterpreterBuilder.create_dot = dot_of_numbers
+    interpreter.InterpreterBuilder.create_dot = dot_in_float64

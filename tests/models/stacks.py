@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from equipoise.models import convolution_layers, dropout, norm_layers
 
@@ -36,6 +37,20 @@ def laid_out(x, layout):
 
 def order(x):
     return [axis for axis in np.argsort([-s for s in x.stride()]) if x.shape[axis] > 1]
+
+
+def operations(call):
+    """The names of the operations that a call carries out."""
+    called = set()
+
+    class Listed(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.add(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with Listed():
+        call()
+    return called
 
 
 def serve_layers(monkeypatch, kernels_for_pass):

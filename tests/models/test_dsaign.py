@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 
 from equipoise.engine.slots import frozen_digest
 from equipoise.errors import InputError
 from equipoise.models import build
-from equipoise.run.files import save_tensors
 
 
 def reference(model, width, hidden):
@@ -73,7 +73,7 @@ def test_projections(projection, numbers):
 
 def test_outputs_are_cosines_with_label_vectors_that_never_move(tmp_path):
     vectors = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
-    save_tensors(tmp_path / "labels", {"labels": vectors})
+    save_file({"labels": vectors}, tmp_path / "labels")
     model = build("dsaign", shape=(4, 4), classes=3, feedforward=8, labels=str(tmp_path / "labels"))
     x = torch.randn(5, 4, 4, generator=torch.Generator().manual_seed(1))
     z = model.features(x)[:, :16]
@@ -112,6 +112,6 @@ def test_refusals(shape, options, message):
 
 
 def test_label_vectors_of_another_shape_are_refused(tmp_path):
-    save_tensors(tmp_path / "labels", {"labels": torch.ones(4, 16)})
+    save_file({"labels": torch.ones(4, 16)}, tmp_path / "labels")
     with pytest.raises(InputError, match=r"a tensor 'labels' of shape \(3, 16\), got \(4, 16\)"):
         build("dsaign", shape=(16,), classes=3, labels=str(tmp_path / "labels"))

@@ -25,6 +25,7 @@ from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
 from tests.engine.comparison import distance
 from tests.engine.gpu import needs_gpu
+from tests.models.stacks import operations
 
 pytest.importorskip("triton", reason="needs Triton, which only PyTorch's GPU builds bring")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
@@ -89,6 +90,25 @@ def test_outputs_and_gradients_are_those_of_plain_operations_in_float64(samples,
         plain, [t.double() for t in tensors], [upper.double() for upper in uppers]
     )
     close(found, wanted)
+
+
+@pytest.mark.parametrize("used", [0, 1], ids=["outputs", "last cell"])
+def test_a_loss_may_use_outputs_or_the_last_cell_alone(used):
+    tensors = given(5, 8)
+    upper = normal(*(tensors[3].shape if used else (CLIENTS, STEPS, 5, 8)), seed=4)
+    found, wanted = (
+        with_gradients(lambda *given, use=use: [use(*given)[used]], own, [upper.to(own[0].dtype)])
+        for use, own in ((fused, tensors), (plain, [tensor.double() for tensor in tensors]))
+    )
+    close(found, wanted)
+
+
+def test_no_gradients_by_cells_and_gates_are_written():
+    tensors = [tensor.requires_grad_() for tensor in given(5, 8)]
+    made = fused(*tensors)
+    called = operations(lambda: torch.autograd.grad(made, tensors, made))
+    assert "aten::bmm" in called
+    assert "aten::zeros" not in called
 
 
 def test_large_and_small_arguments_of_tanh():

@@ -23,6 +23,7 @@ from tests.models.stacks import (
     SAMPLES,
     laid_out,
     normal,
+    operations,
     order,
 )
 
@@ -139,6 +140,14 @@ def test_norm_without_weights_and_running_statistics(mask):
         rtol=1e-4,
         atol=1e-4,
     )
+
+
+def test_no_gradients_by_the_statistics_are_written():
+    x = normal(CLIENTS, SAMPLES, CHANNELS, 2, 2).requires_grad_()
+    y, *_ = normalised(x, None, None, None, *statistics())
+    called = operations(lambda: torch.autograd.grad(y, x, y.detach()))
+    assert "aten::view" in called
+    assert "aten::zeros" not in called
 
 
 @pytest.mark.parametrize("in_dim", [1, 2])

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.func import vmap
 
 from equipoise.models.patches import PatchProduct
+from tests.models.stacks import operations
 
 
 def normal(*shape, seed=0):
@@ -42,3 +43,11 @@ def test_patches_of_a_batch_all_clients_share():
     found = vmap(lambda w: PatchProduct.apply(x, w, (1, 1), (1, 1))[0])(weight)
     wanted = torch.stack([F.conv2d(x, w, padding=1) for w in weight])
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_no_gradient_by_the_patches_is_written():
+    weight = normal(3, 5, 2, 3, 3, seed=1).requires_grad_()
+    y = vmap(lambda w: PatchProduct.apply(normal(4, 2, 6, 6), w, (1, 1), (1, 1))[0])(weight)
+    called = operations(lambda: torch.autograd.grad(y, weight, y.detach()))
+    assert "aten::bmm" in called
+    assert "aten::zeros" not in called

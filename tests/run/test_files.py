@@ -108,6 +108,19 @@ def test_tensors_and_their_note_come_back(tmp_path):
         assert torch.equal(found[name], tensor)
 
 
+def test_a_tensor_may_have_several_names(tmp_path):
+    """As in a checkpoint of Client2Vec around FAA, both of which keep the ids of all clients."""
+    ids = torch.arange(3)
+    save_tensors(tmp_path / "file", {"a/ids": ids, "b/ids": ids, "none": ids[:0], "zero": ids[:0]})
+    found, _ = load_tensors(tmp_path / "file")
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        "a/ids": [0, 1, 2],
+        "b/ids": [0, 1, 2],
+        "none": [],
+        "zero": [],
+    }
+
+
 def test_tensors_lie_in_memory_as_fresh_ones_do(tmp_path):
     """PyTorch aligns tensors to 64 bytes; in the file they follow each other without gaps."""
     save_tensors(tmp_path / "file", {str(size): torch.arange(float(size)) for size in range(1, 20)})
