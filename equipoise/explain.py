@@ -115,6 +115,7 @@ EXAMPLES: dict[str, Any] = {
     "data.x": "x.npy",
     "data.y": "y.npy",
     "data.groups": "groups.npy",
+    "data.attributes@arrays": "{sex: sex.npy}",
     "data.clients@arrays": "hospital.npy",
     "data.clients@adult": "[sex, occupation]",
     "data.classes@cifar": 100,
@@ -536,12 +537,13 @@ def explain(key: str = "") -> list[Setting]:
     Parameters
     ----------
     key : str
-        Such as ``training.schedule``; without one, all keys of the first level.
+        Such as ``training.schedule``, or its end, ``schedule``; without one, all keys of the first
+        level.
 
     Returns
     -------
     list of Setting
-        With the key itself first.
+        With the key itself first, or all keys with this end.
 
     Examples
     --------
@@ -552,8 +554,10 @@ def explain(key: str = "") -> list[Setting]:
     if not key:
         return [setting for setting in every if "." not in setting.key]
     ends = {setting.key for setting in every if setting.key.endswith(f".{key}")}
-    if not any(setting.key == key for setting in every) and len(ends) == 1:
-        key = ends.pop()
+    if not any(setting.key == key for setting in every):
+        if len(ends) > 1:
+            return [setting for setting in every if setting.key in ends]
+        key = ends.pop() if ends else key
     found = [
         setting for setting in every if setting.key == key or setting.key.startswith(f"{key}.")
     ]
