@@ -65,7 +65,12 @@ def numbers(values: ArrayLike, what: str) -> NDArray[Any]:
     except (ValueError, TypeError, OverflowError) as error:
         raise InputError(f"{what} must be an array of numbers ({error})") from error
     if array.dtype.kind not in "biuf":
-        raise InputError(f"{what} must hold real numbers, not {array.dtype}")
+        hint = (
+            "; numpy.unique(y, return_inverse=True)[1] numbers names of classes"
+            if what == "y" and array.dtype.kind in "US"
+            else ""
+        )
+        raise InputError(f"{what} must hold real numbers, not {array.dtype}{hint}")
     if array.dtype.kind == "f" and array.dtype.itemsize > 8:
         # PyTorch has no floating point type longer than float64.
         array = array.astype(np.float64)
@@ -141,13 +146,19 @@ def _type_of(array: NDArray[Any]) -> torch.dtype | None:
     return torch.get_default_dtype() if array.dtype.kind == "f" else None
 
 
-def refuse_missing_ids(ids: Sequence[Any] | NDArray[Any] | Tensor) -> None:
-    """Refuse missing ids of clients: NaN, NaT, None or masked.
+def refuse_missing_ids(
+    ids: Sequence[Any] | NDArray[Any] | Tensor, where: str = "clients", kind: str = "client"
+) -> None:
+    """Refuse missing ids of clients or groups: NaN, NaT, None or masked.
 
     Parameters
     ----------
     ids : sequence, array or Tensor
-        The client of each sample.
+        The client or the group of each sample.
+    where : str
+        Where they came from.
+    kind : str
+        What they are.
 
     Raises
     ------
@@ -176,10 +187,10 @@ def refuse_missing_ids(ids: Sequence[Any] | NDArray[Any] | Tensor) -> None:
     else:
         # Only missing values differ from themselves.
         missing = [each is None or bool(each != each) for each in ids]
-    where = np.flatnonzero(missing)
-    if where.size:
+    found = np.flatnonzero(missing)
+    if found.size:
         raise InputError(
-            f"clients: sample {where[0]} has no client ({ids[int(where[0])]}); name one or drop "
+            f"{where}: sample {found[0]} has no {kind} ({ids[int(found[0])]}); name one or drop "
             "the sample"
         )
 

@@ -196,6 +196,11 @@ class Federation:
         targets = tasks.build(task).targets(tensor_of(y, "y"))
         if classes is None and tasks.build(task).labels:
             _warn_of_skipped_labels(targets, name)
+        if isinstance(clients, str) or not isinstance(clients, Iterable):
+            raise InputError(
+                f"clients must have the client of each sample, such as {['A', 'B', 'A']}, got "
+                f"{clients!r}"
+            )
         refuse_missing_ids(clients)
         ids, holders = number(clients)
         warn_of_missing_names("clients", ids, name)
@@ -205,6 +210,11 @@ class Federation:
                 "names"
             )
         names = names_of(ids)
+        if groups is not None and not isinstance(groups, Mapping):
+            raise InputError(
+                f"groups must be a mapping from clients to groups, such as {{{ids[0]!r}: 'urban'}},"
+                f" got {type(groups).__name__}"
+            )
         if groups is not None and (strays := [client for client in ids if client not in groups]):
             raise InputError(
                 f"groups names no group for client {strays[0]!r}; it must name one for every client"

@@ -414,7 +414,8 @@ def test_a_directory_in_use_is_refused(call):
     assert call("run", "--rounds", 2, "--out", "a") == (
         2,
         "",
-        "error: a already holds a run; resume it (--resume) or choose another directory\n",
+        "error: a already holds a run; resume it (--resume, in Python resume=True) or choose "
+        "another directory\n",
     )
     assert call("run", "--rounds", 1, "--out", "a", "--resume") == (
         2,

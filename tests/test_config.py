@@ -152,8 +152,8 @@ def test_every_method_has_types_that_can_be_checked(name):
         ),
         (
             ["data.unseen=some"],
-            "--set data.unseen=some: data.unseen must be a number or a list of whole numbers, got "
-            "'some'",
+            "--set data.unseen=some: data.unseen must be a number or a list of whole numbers or "
+            "names, got 'some'",
         ),
         (
             ["model.hidden=3"],

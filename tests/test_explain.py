@@ -178,6 +178,10 @@ def test_the_page_is_up_to_date():
 def test_explain_finds_keys_by_their_ends_and_names_mistakes():
     assert next(setting.key for setting in explain("schedule")) == "training.schedule"
     assert {setting.key for setting in explain("training.rounds")} == {"training.rounds"}
+    assert {setting.key for setting in explain("lr")} == {
+        "training.optimizer.lr",
+        "evaluation.fine_tune.lr",
+    }
     assert "training" in {setting.key for setting in explain()}
     with pytest.raises(
         InputError,

@@ -317,6 +317,8 @@ def test_fractions_must_sum_to_one(fractions: Any) -> None:
     ("changes", "message"),
     [
         ({"clients": [0, 0, 0]}, "4 samples, 3 names"),
+        ({"clients": 2}, "clients must have the client of each sample, such as .*, got 2"),
+        ({"groups": ["north"] * 4}, "groups must be a mapping from clients to groups, .* got list"),
         ({"groups": {1: "north"}}, "no group for client 0"),
         (
             {"groups": {0: "north", 7: "south"}},
@@ -340,7 +342,7 @@ def test_fractions_must_sum_to_one(fractions: Any) -> None:
         ({"unseen": [0]}, "all 1 clients are unseen"),
         ({"y": [0, 1, 1.5, 0]}, "sample 2 has label 1.5"),
         ({"y": [0, 1, np.nan, 0]}, "sample 2 has label nan"),
-        ({"y": ["a", "b", "a", "b"]}, "y must hold real numbers"),
+        ({"y": ["a", "b", "a", "b"]}, "y must hold real numbers, not <U1; numpy.unique"),
         ({"classes": 1}, "label 1 in y; valid: 0 to 0"),
     ],
 )

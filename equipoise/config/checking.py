@@ -32,9 +32,9 @@ from equipoise.run.plain import optimizer_from, schedule_from
 from equipoise.run.start import Start, start_from
 from equipoise.text import represented
 
-# Options of data that configurations leave out if they have their defaults, so that the
+# Options of data that configurations leave out if they have these defaults, so that the
 # configurations of older runs stay the same.
-UNLESS_GIVEN = ("server_val",)
+UNLESS_GIVEN = {"server_val": 0.0, "attributes": None, "scaled": False}
 
 
 _OPTIMIZERS: dict[str, type[Any]] = {"sgd": Sgd, "adam": Adam, "adamw": Adam}
@@ -142,8 +142,9 @@ class Reader:
             options, types_of(data.load) | types_of(recipe), "data", {"partition": self.partition}
         )
         defaults = defaults_of(data.load) | defaults_of(recipe) | {"seed": seed}
-        for option in UNLESS_GIVEN:
-            defaults.pop(option)
+        for option, default in UNLESS_GIVEN.items():
+            if option in defaults and defaults[option] == default:
+                defaults.pop(option)
         return {"name": name, **defaults, **checked}
 
     def partition(self, given: Any, path: str) -> dict[str, Any] | None:

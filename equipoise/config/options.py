@@ -77,6 +77,8 @@ def in_words(kind: Any) -> str:
         return "keys with values"
     if arguments:
         inner = [option for option in arguments if option is not ...]
+        if set(get_args(inner[-1])) == {int, str}:
+            return "a list of whole numbers or names"
         length = f"{len(inner)} " if get_origin(kind) is tuple and ... not in arguments else ""
         return (
             f"a list of {length}{in_words(inner[-1]).removeprefix('a ')}s"

@@ -154,7 +154,7 @@ def load(
     *,
     partition: Partition | Mapping[str, Any] | str | None = None,
     splits: tuple[float, float, float] = (0.7, 0.1, 0.2),
-    unseen: int | float | Sequence[int] = 0,
+    unseen: int | float | Sequence[int | str] = 0,
     leave_out: str | list[str] | None = None,
     test: str | None = None,
     server_val: float = 0.0,

@@ -1,4 +1,4 @@
-"""NumPy files: samples, labels and optionally the client of each sample."""
+"""NumPy files: samples, labels and optionally the client and attributes of each sample."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from equipoise import tasks
+from equipoise.arrays import refuse_missing_ids
+from equipoise.attributes import Attribute
 from equipoise.checks import count
 from equipoise.data.partition import Dirichlet, Natural
 from equipoise.data.source import Source
@@ -22,6 +24,7 @@ def arrays(
     y: str,
     clients: str | None = None,
     groups: str | None = None,
+    attributes: dict[str, str] | None = None,
     classes: int | None = None,
     task: str = "classification",
 ) -> Source:
@@ -35,6 +38,8 @@ def arrays(
         File with the client of each sample: names or numbers.
     groups : str, optional
         File with the group of each sample. All samples of a client have one group.
+    attributes : mapping of str to str, optional
+        Files with attributes of samples, such as ``{"sex": "sex.npy"}``.
     classes : int, optional
         Number of classes; one more than the largest label by default.
     task : str
@@ -59,7 +64,8 @@ def arrays(
     made = tasks.build(task)
     if classes is not None:
         count(classes, "classes of data 'arrays'")
-    files = {"x": x, "y": y, "clients": clients, "groups": groups}
+    given = {f"attributes.{name}": path for name, path in (attributes or {}).items()}
+    files = {"x": x, "y": y, "clients": clients, "groups": groups, **given}
     read = {option: _read(path, option) for option, path in files.items() if path is not None}
     samples, labels = read["x"], read["y"]
     for option, array in read.items():
@@ -73,15 +79,18 @@ def arrays(
             f"{x} (data.x) has shape {samples.shape}; valid: a row of one or more values for each "
             f"sample, such as {(len(samples), 1)}"
         )
-    for option in ("clients", "groups"):
+    for option in ("clients", "groups", *given):
         if option in read and read[option].ndim != 1:
             raise InputError(
                 f"{files[option]} (data.{option}) has shape {read[option].shape}; valid: one value "
                 "for each sample"
             )
+    if "clients" in read:
+        refuse_missing_ids(read["clients"], f"{clients} (data.clients)")
     names: list[str] = []
     number = None
     if "groups" in read:
+        refuse_missing_ids(read["groups"], f"{groups} (data.groups)", "group")
         found, number = np.unique(read["groups"], return_inverse=True)
         names = [str(name) for name in found]
     targets = made.targets(_floating(labels, f"{y} (data.y)"))
@@ -96,6 +105,9 @@ def arrays(
         groups=number,
         group_names=tuple(names),
         ids=read.get("clients"),
+        attributes={
+            name: Attribute.of(read[f"attributes.{name}"], name) for name in attributes or {}
+        },
     )
 
 
@@ -106,6 +118,7 @@ def recipe(
     y: str,
     clients: str | None = None,
     groups: str | None = None,
+    attributes: dict[str, str] | None = None,
     classes: int | None = None,
     task: str = "classification",
 ) -> tuple[Source, Natural | Dirichlet]:
@@ -115,7 +128,7 @@ def recipe(
     ----------
     seed : int
         Not used: every sample is read.
-    x, y, clients, groups, classes, task
+    x, y, clients, groups, attributes, classes, task
         See `arrays`.
 
     Returns
@@ -125,22 +138,37 @@ def recipe(
 
     Examples
     --------
-    >>> recipe(seed=0, x="nowhere.npy", y="y.npy")
+    >>> recipe(seed=0, x="nowhere.npy", y="y.npy")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     equipoise.errors.InputError: cannot read nowhere.npy (data.x): No such file or directory; valid:
-    a file of numpy.save, without Python objects
+    a file of numpy.save, without Python objects; relative paths start in the working directory, ...
     """
-    source = arrays(x=x, y=y, clients=clients, groups=groups, classes=classes, task=task)
+    source = arrays(
+        x=x,
+        y=y,
+        clients=clients,
+        groups=groups,
+        attributes=attributes,
+        classes=classes,
+        task=task,
+    )
     return source, Natural(1) if clients is not None else Dirichlet(clients=10, beta=0.5)
 
 
 def _read(path: str, option: str) -> NDArray[Any]:
+    valid = "valid: a file of numpy.save, without Python objects"
     try:
+        with open(path, "rb") as file:
+            if file.read(2) not in (b"\x93N", b"PK"):
+                # NumPy takes such a file for a pickle, and suggests to load it as one.
+                raise EOFError("it is not a NumPy file")
         array = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
+        missing = isinstance(error, FileNotFoundError) and not Path(path).is_absolute()
+        where = f"; relative paths start in the working directory, {Path.cwd()}" if missing else ""
         raise InputError(
             f"cannot read {path} (data.{option}): {getattr(error, 'strerror', None) or error}; "
-            "valid: a file of numpy.save, without Python objects"
+            f"{valid}{where}"
         ) from error
     if not isinstance(array, np.ndarray):
         array.close()

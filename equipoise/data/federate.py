@@ -13,7 +13,7 @@ from equipoise.data.draws import generator
 from equipoise.data.partition import Assignment, Partition
 from equipoise.data.source import Source
 from equipoise.data.testing import assign_others, assign_some, divide, tests_of_groups
-from equipoise.errors import InputError, unknown
+from equipoise.errors import InputError, few, near, unknown
 from equipoise.federation import Federation
 from equipoise.splits import Split, ThreeSplits
 
@@ -23,7 +23,7 @@ def federate(
     partition: Partition,
     *,
     splits: tuple[float, float, float] = (0.7, 0.1, 0.2),
-    unseen: int | float | Sequence[int] = 0,
+    unseen: int | float | Sequence[int | str] = 0,
     leave_out: str | Sequence[str] | None = None,
     test: str | None = None,
     server_val: float = 0.0,
@@ -39,9 +39,9 @@ def federate(
         How to divide them, such as ``Dirichlet(100, beta=0.3)``.
     splits : tuple of three floats
         Shares of train, val and test in every client, summing to 1.
-    unseen : int, float or sequence of int
-        Clients to hold out of training: their number or (below 1) their share, drawn at random, or
-        a list of clients.
+    unseen : int, float or sequence of int or str
+        Clients to hold out of training: how many or (below 1) which share of them, drawn at random,
+        or a list of clients, each by its position or its name.
     leave_out : str or sequence of str, optional
         One or several groups whose clients are all unseen, in addition to ``unseen``. All their
         samples are test samples, whatever ``splits`` is; other unseen clients keep their three
@@ -107,7 +107,7 @@ def federate(
         *(_only_for_tests(divided, held, left_out) if left_out.any() else divided),
         groups=np.array(assignment.groups, np.int64),
         group_names=assignment.group_names,
-        unseen=left_out | _unseen(unseen, left_out, seed),
+        unseen=left_out | _unseen(unseen, left_out, assignment.names, seed),
         task=source.task,
         classes=source.classes,
         name=source.name,
@@ -176,18 +176,32 @@ def _only_for_tests(divided: ThreeSplits, held: Split, left_out: NDArray[np.bool
 
 
 def _unseen(
-    wanted: int | float | Sequence[int], left_out: NDArray[np.bool_], seed: int
+    wanted: int | float | Sequence[int | str],
+    left_out: NDArray[np.bool_],
+    names: Sequence[str] | None,
+    seed: int,
 ) -> NDArray[np.bool_]:
     """Choose unseen clients among those that are not already left out."""
     chosen = np.zeros(len(left_out), bool)
     candidates = np.flatnonzero(~left_out)
     if not isinstance(wanted, int | float | np.number):
-        for client in wanted:
-            if client not in range(len(left_out)):
+        for client in [wanted] if isinstance(wanted, str) else wanted:
+            if isinstance(client, str):
+                if client not in (names or ()):
+                    known = (
+                        f"the clients are {few(names)}" if names else "the clients have no names"
+                    )
+                    raise InputError(
+                        f"unseen client {client!r} does not exist{near(client, names or ())}; "
+                        f"{known}"
+                    )
+                chosen[[name == client for name in names or ()]] = True
+            elif client not in range(len(left_out)):
                 raise InputError(
                     f"unseen client {client!r} does not exist; valid: 0 to {len(left_out) - 1}"
                 )
-        chosen[list(wanted)] = True
+            else:
+                chosen[client] = True
         return chosen
     count = (
         round(wanted * len(left_out)) if isinstance(wanted, float) and 0 <= wanted < 1 else wanted

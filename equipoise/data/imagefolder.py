@@ -39,6 +39,7 @@ from equipoise.data.partition import Natural
 from equipoise.data.progress import progress
 from equipoise.data.source import Source
 from equipoise.errors import InputError
+from equipoise.models.base import pixels
 
 ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 """File endings of images, in lower or upper case. Other files are ignored."""
@@ -61,6 +62,7 @@ def imagefolder(
     classes: Sequence[str] | None = None,
     domains: Sequence[str] | None = None,
     mapped: bool | None = None,
+    scaled: bool = False,
 ) -> Source:
     """Read a folder of images.
 
@@ -85,12 +87,15 @@ def imagefolder(
     mapped : bool, optional
         Whether images stay on disk and are read batch by batch. By default they do if they take 2
         GiB or more.
+    scaled : bool
+        Whether pixels are numbers from 0 to 1 in float32 instead of bytes. Then any model for
+        images can be trained, and images take four times the memory. They cannot stay on disk.
 
     Returns
     -------
     Source
-        Bytes of shape [N, 3, size, size] from 0 to 255: domain after domain, class after class,
-        files in alphabetical order.
+        Images of shape [N, 3, size, size]: domain after domain, class after class, files in
+        alphabetical order. Pixels are bytes from 0 to 255, unless they are ``scaled``.
 
     Examples
     --------
@@ -111,6 +116,11 @@ def imagefolder(
     size = count(size, "size of data 'imagefolder'")
     if mapped is not None:
         flag(mapped, "mapped of data 'imagefolder'")
+    if flag(scaled, "scaled of data 'imagefolder'") and mapped:
+        raise InputError(
+            "mapped of data 'imagefolder' is true, but scaled images are kept in memory; leave out "
+            "mapped or scaled"
+        )
     folder = find_folder(root, "imagefolder")
     group_names, class_names, images = _listed(folder, domains, classes)
     shape = (len(images), 3, size, size)
@@ -122,7 +132,9 @@ def imagefolder(
         f"images in {folder}, {size} x {size} pixels",
     )
     stays_on_disk = prod(shape) >= LARGEST_IN_MEMORY if mapped is None else mapped
-    x: Tensor | MappedArray = stored if stays_on_disk else stored[:]
+    x: Tensor | MappedArray = stored if stays_on_disk and not scaled else stored[:]
+    if scaled:
+        x = pixels(x[:], torch.float32)
     groups = np.array([image.domain for image in images], np.int64)
     return Source(
         x=x,
@@ -144,6 +156,7 @@ def recipe(
     classes: tuple[str, ...] | None = None,
     domains: tuple[str, ...] | None = None,
     mapped: bool | None = None,
+    scaled: bool = False,
 ) -> tuple[Source, Natural]:
     """Return a folder of images and its usual partition, one client per domain.
 
@@ -151,7 +164,7 @@ def recipe(
     ----------
     seed : int
         Not used: every image is read.
-    root, size, classes, domains, mapped
+    root, size, classes, domains, mapped, scaled
         See `imagefolder`.
 
     Returns
@@ -167,7 +180,7 @@ def recipe(
     .../nowhere and ...
     """
     return imagefolder(
-        root=root, size=size, classes=classes, domains=domains, mapped=mapped
+        root=root, size=size, classes=classes, domains=domains, mapped=mapped, scaled=scaled
     ), Natural()
 
 

@@ -29,7 +29,7 @@ from equipoise.models.base import Model, pooled
 from equipoise.models.dropout import Dropout
 from equipoise.models.frozen import Frozen, digest_of
 from equipoise.models.functions import Carried, Watched, advice
-from equipoise.models.headed import Headed, tensor_of
+from equipoise.models.headed import Headed, refuse_bytes, tensor_of
 from equipoise.models.layers import convert
 from equipoise.models.norm_layers import BatchNorm
 from equipoise.models.passes import Forward, enter_part, forward_pass
@@ -422,6 +422,7 @@ class Network:
         InputError
             If a check fails.
         """
+        refuse_bytes(self.module, x)
         params = self._moved_a_little(0)
         versions = {name: tensor._version for name, tensor in params.items()}
         # Normalisation kernels change statistics without increasing their version.
@@ -464,7 +465,8 @@ class Network:
             advised = (
                 ""
                 if x.is_floating_point()
-                else "; most models need floating point, such as x / 255 for images"
+                else "; most models need floating point, such as x / 255 for images (data "
+                "'imagefolder' has the option scaled)"
             )
             raise InputError(
                 f"the model cannot take a sample: {taken}{advised} ({error})"

@@ -20,12 +20,13 @@ def explain(key: str = "") -> list[Setting]:
     Parameters
     ----------
     key : str
-        Such as ``training.schedule``; without one, all keys of the first level.
+        Such as ``training.schedule``, or its end, ``schedule``; without one, all keys of the first
+        level.
 
     Returns
     -------
     list of Setting
-        With the key itself first.
+        With the key itself first, or all keys with this end.
 
     Examples
     --------
@@ -36,8 +37,10 @@ def explain(key: str = "") -> list[Setting]:
     if not key:
         return [setting for setting in every if "." not in setting.key]
     ends = {setting.key for setting in every if setting.key.endswith(f".{key}")}
-    if not any(setting.key == key for setting in every) and len(ends) == 1:
-        key = ends.pop()
+    if not any(setting.key == key for setting in every):
+        if len(ends) > 1:
+            return [setting for setting in every if setting.key in ends]
+        key = ends.pop() if ends else key
     found = [
         setting for setting in every if setting.key == key or setting.key.startswith(f"{key}.")
     ]

@@ -86,6 +86,7 @@ EXAMPLES: dict[str, Any] = {
     "data.x": "x.npy",
     "data.y": "y.npy",
     "data.groups": "groups.npy",
+    "data.attributes@arrays": "{sex: sex.npy}",
     "data.clients@arrays": "hospital.npy",
     "data.clients@adult": "[sex, occupation]",
     "data.classes@cifar": 100,

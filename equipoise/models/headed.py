@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from equipoise.errors import InputError, unknown
@@ -54,6 +55,37 @@ def with_head(module: nn.Module, head: str) -> Headed:
     if head not in layers:
         raise unknown("head", head, layers, where=f"the model {type(module).__name__}")
     return Headed(module, head)
+
+
+def refuse_bytes(module: nn.Module, x: Tensor) -> None:
+    """Refuse images as bytes for a model of Hugging Face, which would use them without scaling.
+
+    Parameters
+    ----------
+    module : nn.Module
+        A model, perhaps divided into features and head.
+    x : Tensor
+        A batch of samples.
+
+    Raises
+    ------
+    InputError
+        If ``x`` holds bytes, and the first module that gets them is an image model of Hugging Face.
+
+    Examples
+    --------
+    >>> import torch
+    >>> refuse_bytes(nn.Flatten(), torch.zeros(2, 3, 8, 8, dtype=torch.uint8))
+    """
+    first: Any = module.features.body if isinstance(module, Headed) else module
+    if x.dtype == torch.uint8 and getattr(first, "main_input_name", None) == "pixel_values":
+        name = type(first).__name__
+        raise InputError(
+            f"x holds bytes from 0 to 255, but {name} does not scale its images; valid: "
+            "nn.Sequential(Normalise(mean, std), model) with Normalise of "
+            "equipoise.models.pretrained_backbones, and '1.' before the name of the head; or "
+            "numbers that are already scaled as in its preprocessor_config.json"
+        )
 
 
 class Headed(Model):

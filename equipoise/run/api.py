@@ -70,6 +70,9 @@ from equipoise.run.trained import (
 )
 from equipoise.run.trainer import MakeEngine, Progress, Trainer
 
+# What train() takes besides names.
+_OBJECTS = {"method": "a Method", "model": "an nn.Module"}
+
 S = TypeVar("S")
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -92,6 +95,24 @@ class Run:
     config: dict[str, Any]
     directory: Path | None
     trainer: Trainer
+
+    def __repr__(self) -> str:
+        """Return what was run, and the mean and the worst client of each model that trained."""
+        found = {
+            model: parts["seen"]
+            for model, parts in self.summary.get("results", {}).items()
+            if "seen" in parts
+        }
+        scores = "".join(
+            f"; {model} model: {self.summary['score']} {values['mean']:.3f} over clients, "
+            f"{values['worst_client']:.3f} for the worst"
+            for model, values in found.items()
+        )
+        return (
+            f"<Run of {self.summary['method']} on {self.summary['data']!r}, seed "
+            f"{self.summary['seed']}, round {self.summary['round']} of {self.summary['rounds']}"
+            f"{scores}>"
+        )
 
     def model(self, client: int | str | None = None) -> nn.Module:
         """Return the global model, or a client's personal model, ready to use.
@@ -269,6 +290,12 @@ def train(
     if isinstance(federation, str):
         raise InputError(
             f"train() takes a federation, not a name; use equipoise.data.load({federation!r})"
+        )
+    # On Flower it is a roster, a federation without data.
+    if not hasattr(federation, "fingerprint"):
+        raise InputError(
+            f"train() takes a federation, got {type(federation).__name__}; use "
+            "equipoise.Federation.from_arrays(x, y, clients=...)"
         )
     training = _training(_checked(training, Training, "training"), settings)
     machine = _checked(machine, Machine, "machine") or Machine()
@@ -534,7 +561,11 @@ def load(
 
 def _named(value: str | Mapping[str, Any], what: str) -> dict[str, Any]:
     if not isinstance(value, (str, Mapping)):
-        raise InputError(f"{what} must be a name or a mapping with 'name', got {value!r}")
+        made = f", such as {value.__name__}(...)" if isinstance(value, type) else ""
+        raise InputError(
+            f"{what} must be a name or a mapping with 'name', got {value!r}; in Python it may also "
+            f"be {_OBJECTS[what]}{made}"
+        )
     named = {"name": value} if isinstance(value, str) else dict(value)
     if "name" not in named:
         raise InputError(f"{what} {named!r} has no name")

@@ -87,7 +87,8 @@ def refuse_a_run_in(directory: Path) -> None:
     """Refuse to start a run in a directory that has one."""
     if (directory / CONFIG).exists():
         raise InputError(
-            f"{directory} already holds a run; resume it (--resume) or choose another directory"
+            f"{directory} already holds a run; resume it (--resume, in Python resume=True) or "
+            "choose another directory"
         )
 
 

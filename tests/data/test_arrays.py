@@ -96,11 +96,35 @@ def test_other_byte_orders_and_whole_numbers(files):
             "or give data.classes: 11",
         ),
         ({"y": np.arange(18) - 3}, "label"),
+        (
+            {"clients": np.where(np.arange(18) == 4, np.nan, 1.0)},
+            r"clients.npy \(data.clients\): sample 4 has no client \(nan\); name one or drop",
+        ),
     ],
 )
 def test_files_that_do_not_fit_are_refused(files, wrong, message):
     with pytest.raises(InputError, match=message):
         load("arrays", **files(**{**samples(), "clients": CLINICS, **wrong}))
+
+
+def test_a_missing_file_names_the_working_directory(tmp_path, monkeypatch, files):
+    files(**samples())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=rf"cannot read z.npy .*directory, {tmp_path}$"):
+        load("arrays", x="x.npy", y="z.npy")
+
+
+def test_attributes_and_unseen_clients_by_name(files):
+    given = files(**samples(), clients=CLINICS, sex=np.tile(["f", "m"], 9), age=np.arange(17))
+    sex, age = given.pop("sex"), given.pop("age")
+    federation = load("arrays", **given, attributes={"sex": sex}, unseen=["south"])
+    assert federation.attributes["sex"].names == ("f", "m")
+    assert federation.attributes["sex"].codes.tolist() == [0, 1] * 9
+    assert [federation.client_name(k) for k in np.flatnonzero(federation.unseen)] == ["south"]
+    with pytest.raises(InputError, match=r"age.npy \(data.attributes.age\) has 17 rows"):
+        load("arrays", **given, attributes={"age": age})
+    with pytest.raises(InputError, match="'sout' does not exist; did you mean 'south'.; the clien"):
+        load("arrays", **given, unseen=["sout"])
 
 
 def test_labels_above_0_are_used_if_the_number_of_classes_is_given(files):
@@ -117,7 +141,7 @@ def test_files_of_another_kind_are_refused(tmp_path, files):
     np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
     for name, message in (
         ("both.npz", "holds several arrays"),
-        ("text.npy", "valid: a file of numpy.save"),
+        ("text.npy", "it is not a NumPy file; valid: a file of numpy.save"),
         ("objects.npy", "without Python objects"),
     ):
         with pytest.raises(InputError, match=message):

@@ -100,7 +100,7 @@ def test_unseen_clients_keep_their_splits() -> None:
         ({"unseen": -1}, "unseen=-1"),
         ({"unseen": 1.5}, "unseen=1.5"),
         ({"unseen": float("nan")}, "unseen=nan"),
-        ({"unseen": "many"}, "unseen client 'm' does not exist"),
+        ({"unseen": "many"}, "unseen client 'many' does not exist; the clients have no names"),
         ({"unseen": [12]}, "unseen client 12 does not exist; valid: 0 to 11"),
         ({"unseen": range(12)}, "all 12 clients are unseen"),
         ({"unseen": 8, "leave_out": "a"}, "count from 0 to 7"),

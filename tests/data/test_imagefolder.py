@@ -116,6 +116,15 @@ def test_images_of_every_kind_become_rgb(tmp_path):
     assert (x[:, :, 0, 0] - torch.tensor(colours)).abs().max() <= 3
 
 
+def test_scaled_pixels(tmp_path):
+    write(tmp_path)
+    scaled, plain = (imagefolder(root=str(tmp_path), size=8, scaled=how).x for how in (True, False))
+    assert scaled.dtype == torch.float32
+    assert torch.equal((scaled * 255).round().to(torch.uint8), plain)
+    with pytest.raises(InputError, match="mapped of data 'imagefolder' is true, but scaled"):
+        imagefolder(root=str(tmp_path), size=8, scaled=True, mapped=True)
+
+
 def test_the_usual_partition_is_one_client_a_domain(tmp_path):
     write(tmp_path)
     federation = load("imagefolder", root=str(tmp_path), size=8)

@@ -89,7 +89,8 @@ def test_options_of_sources(name: str, option: str, tmp_path, monkeypatch) -> No
     np.save("x.npy", np.zeros((6, 2)))
     np.save("y.npy", np.arange(6) % 2)
     kind = options_of(recipe_of(name))[option]
-    for value in ({"not": "valid"}, *out_of_range(kind)):
+    mappings = dict in map(get_origin, get_args(kind))
+    for value in ["nonsense!"] if mappings else [{"not": "valid"}, *out_of_range(kind)]:
         message = message_about({"name": name, **NEEDED.get(name, {}), option: value})
         assert message.startswith("x.yaml: ")
         assert f"data.{option}" in message

@@ -12,6 +12,7 @@ from equipoise import Federation, train
 from equipoise.errors import InputError
 from equipoise.models.base import width_of
 from equipoise.models.headed import with_head
+from equipoise.models.pretrained_backbones import Normalise
 
 
 class Net(nn.Module):
@@ -89,6 +90,22 @@ def test_a_head_that_takes_more_than_z_can_be_kept_but_not_looked_at():
     )
     with pytest.raises(InputError, match="features and head separately, but Net has its own"):
         train(federation, model=net, head="top.out", method="moon", rounds=1)
+
+
+@pytest.mark.parametrize("head", [None, "top.out"])
+def test_bytes_for_a_model_that_does_not_scale_them_are_refused(head):
+    class Transformer(Net):
+        main_input_name = "pixel_values"
+
+        def forward(self, x):
+            return super().forward(x.float())
+
+    x = torch.zeros(20, 2, 2, dtype=torch.uint8)
+    federation = Federation.from_arrays(x, torch.arange(20) % 3, clients=[0, 1] * 10)
+    with pytest.raises(InputError, match="bytes from 0 to 255, but Transformer does not scale"):
+        train(federation, model=Transformer(), head=head, rounds=1)
+    scaled = nn.Sequential(Normalise([0.5] * 2, [0.5] * 2), Transformer())
+    assert train(federation, model=scaled, head=head and f"1.{head}", rounds=1).summary
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,17 @@ def test_the_name_of_a_source_is_no_federation():
         match=r"takes a federation, not a name; use equipoise.data.load\('digits'\)",
     ):
         train("digits", rounds=1)
+    with pytest.raises(InputError, match="takes a federation, got tuple; use equipoise.Federatio"):
+        train((np.zeros((6, 2)), np.arange(6)), rounds=1)
+
+
+def test_a_run_in_a_notebook_is_one_line():
+    run = train(federation(), rounds=1)
+    seen = run.summary["results"]["global"]["seen"]
+    assert repr(run) == (
+        "<Run of fedavg on 'clouds', seed 0, round 1 of 1; global model: accuracy "
+        f"{seen['mean']:.3f} over clients, {seen['worst_client']:.3f} for the worst>"
+    )
 
 
 def test_a_model_is_left_as_it_was_after_it_was_tried_out():
@@ -120,6 +131,7 @@ def test_a_model_is_left_as_it_was_after_it_was_tried_out():
         ({"evaluation": {"every": 5}}, "evaluation must be of the class Evaluation"),
         ({"method": 3}, "method must be a name or a mapping with 'name', got 3"),
         ({"method": ["fedavg"]}, "method must be a name or a mapping"),
+        ({"model": nn.Flatten}, r"it may also be an nn.Module, such as Flatten\(...\)"),
     ],
 )
 def test_arguments_of_another_kind_are_refused(settings, message):
