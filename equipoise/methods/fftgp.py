@@ -46,6 +46,11 @@ class FairnessAwareAggregation(GeneralizationAdjustment):
         if self.slope_limit is not None:
             real(self.slope_limit, f"{self.name}.slope_limit")
 
+    @property
+    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Return GA's reports, or those of clients' own models only if GA is never used."""
+        return super().needs if self.every > 1 else super().needs[-1:]
+
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Measure gaps with two sets of weights, and solve for weights that equalise them."""
         if (state.round + 1) % self.every:
@@ -66,7 +71,7 @@ class FairnessAwareAggregation(GeneralizationAdjustment):
         """Return the gaps of the average with some weights."""
         measured = cohort.evaluate({**state.model, **mix(updates, weights)}, "val")
         metric = cohort.score if self.metric == "score" else "loss"
-        return self.gap(measured[metric], updates.reports[self.needs[1]], cohort)
+        return self.gap(measured[metric], updates.reports[self.needs[-1]], cohort)
 
 
 @register("fftgp", paper="FFT-GP, FITEE 2024", sees=Sees.SCALARS)

@@ -103,7 +103,7 @@ class GeneralizationAdjustment(Aggregation):
         clients, here = state.server["clients"], locate(state.server["clients"], cohort)
         kept = {
             "weight": weights * clients["weight"][here].sum(),
-            "own": updates.reports[self.needs[1]],
+            "own": updates.reports[self.needs[-1]],
             "round": torch.full_like(here, state.round + 1),
         }
         changed = {name: clients[name].index_put((here,), values) for name, values in kept.items()}

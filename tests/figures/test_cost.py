@@ -35,9 +35,10 @@ def test_messages_bytes_and_evaluations(runs):
         MODEL,
         MODEL + REPORTS + 8,
     )
-    # Two averages are sent to be evaluated, and two losses come back.
-    assert (faa.messages, faa.evaluations, faa.bytes_down) == (3, 4, 3 * MODEL)
-    assert faa.bytes_up == MODEL + REPORTS + 8 + 2 * 8
+    # Two averages are sent to be evaluated, and two losses come back. That of the received model is
+    # not needed.
+    assert (faa.messages, faa.evaluations, faa.bytes_down) == (3, 3, 3 * MODEL)
+    assert faa.bytes_up == MODEL + REPORTS + 2 * 8
 
 
 def test_seconds_are_those_of_training_and_aggregation(runs):
@@ -54,8 +55,8 @@ def test_the_table_compares_with_its_first_row(runs, capsys):
         for line in capsys.readouterr().out.splitlines()
     ]
     assert [row[0] for row in rows] == ["method", "---", "fedavg", "ours"]
-    assert (rows[2][4], rows[3][4], rows[3][1], rows[3][6]) == ("1.00", "3.00", "3.0", "4.0")
-    assert rows[3][5] == f"{(MODEL + REPORTS + 24) / (MODEL + REPORTS):.2f}"
+    assert (rows[2][4], rows[3][4], rows[3][1], rows[3][6]) == ("1.00", "3.00", "3.0", "3.0")
+    assert rows[3][5] == f"{(MODEL + REPORTS + 16) / (MODEL + REPORTS):.2f}"
     assert cost_table({}).count("\n") == 1
 
 
