@@ -11,7 +11,7 @@ import torch
 
 from equipoise.grouping import place
 from equipoise.method import State
-from equipoise.methods.fedgcr import FedGC
+from equipoise.methods.fedgc import FedGC
 
 float64 = partial(torch.tensor, dtype=torch.float64)
 

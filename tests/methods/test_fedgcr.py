@@ -23,14 +23,9 @@ from equipoise.errors import InputError
 from equipoise.grouping import place
 from equipoise.method import State, Updates
 from equipoise.methods import build, describe
-from equipoise.methods.fedgcr import (
-    FedGC,
-    FedGCR,
-    FedGR,
-    balanced_mean,
-    group_weights,
-    representations_of,
-)
+from equipoise.methods.fedgc import FedGC, balanced_mean, representations_of
+from equipoise.methods.fedgcr import FedGCR
+from equipoise.methods.fedgr import FedGR, group_weights
 from equipoise.models.passes import Forward
 from equipoise.optimizers import Sgd
 from equipoise.privacy import gaussian_epsilon
