@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from equipoise.errors import InputError, unknown
+from equipoise.errors import InputError, few, unknown
 
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of each channel of ImageNet, for models without their own."""
@@ -66,6 +66,12 @@ class Source:
         path = Path(source).expanduser()
         if path.is_dir():
             place, files = str(path), partial(_local, path)
+        elif beside := _models_in(path.parent):
+            # The name of a model is misspelt. The hub need not be asked, which takes long offline.
+            raise InputError(
+                f"source {source!r} of {user} does not exist; the models in {path.parent} are "
+                f"{few(beside)}"
+            )
         elif _ON_HUB.fullmatch(source):
             place, files = source, partial(_remote, source)
         else:
@@ -169,6 +175,13 @@ class Source:
                     f"the tokenizer of source {self.name!r} of {self.user} cannot be loaded: "
                     f"{reason}; valid: {valid}"
                 ) from error
+
+
+def _models_in(folder: Path) -> list[str]:
+    """Return the names of the directories of models in a directory other than the working one."""
+    if folder == Path() or not folder.is_dir():
+        return []
+    return sorted(file.parent.name for file in folder.glob("*/config.json"))
 
 
 def _local(folder: Path, name: str) -> Path | None:

@@ -543,6 +543,13 @@ def test_without_transformers_the_message_says_what_to_install(saved, monkeypatc
     refused("needs transformers: pip install 'equipoise[pretrained]'", "facebook/dinov2-small")
 
 
+def test_a_misspelt_directory_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights" / "vit-small").mkdir(parents=True)
+    (tmp_path / "weights" / "vit-small" / "config.json").write_text("{}")
+    refused("does not exist; the models in weights are 'vit-small'", "weights/vit-smal")
+
+
 def test_names_that_the_hub_does_not_answer_to_are_refused():
     code = "from equipoise.models.pretrained import encoder; encoder('nobody/nothing')"
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
