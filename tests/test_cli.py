@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import doctest
 import json
+import operator
 import re
 import shlex
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -492,8 +494,64 @@ def test_debug_shows_the_traceback(call):
     assert stderr.splitlines()[-1].startswith("error: unknown method")
 
 
+def test_an_error_of_own_code_names_its_line(call):
+    Path("mine.py").write_text(
+        "from equipoise import models\n\n@models.register\ndef faulty(shape, classes):\n"
+        "    return shape.width\n\n@models.register\ndef textual(shape, classes):\n"
+        "    return 'net'\n"
+    )
+    code, _, stderr = call("run", "--import", "mine.py", "--model", "faulty", "--rounds", 1)
+    assert code == 1
+    assert f"(line 5 of {Path.cwd() / 'mine.py'}; run again with --debug to see more)" in stderr
+    code, _, stderr = call("run", "--import", "mine.py", "--model", "textual", "--rounds", 1)
+    assert "function of model 'textual' returned 'net'; valid: an nn.Module" in stderr
+
+
+def test_clients_of_one_group_are_listed(call):
+    arrays = {"x": np.arange(80.0).reshape(40, 2) / 80, "y": np.arange(40) % 2}
+    clients = np.repeat(["north", "south"], [30, 10])
+    for name, array in {**arrays, "clients": clients, "alone": ["north"] * 40}.items():
+        np.save(f"{name}.npy", array)
+    data = {"name": "arrays", "x": "x.npy", "y": "y.npy", "clients": "clients.npy"}
+    given = [f"--set=data={json.dumps(data)}", "--rounds", 1, "--no-report"]
+    code, stdout, _ = call("run", *given, "--out", "a")
+    table = stdout.partition("who is left behind: clients, the worst first")[2].splitlines()
+    assert code == 0
+    assert table[1].split()[:2] == ["client", "samples"]
+    assert sorted(line.split()[0] for line in table[2:4]) == ["north", "south"]
+    assert "served worst" in table[2]
+    worst = json.loads(Path("a/summary.json").read_text())["results"]["global"]["seen"]
+    assert table[2].startswith(worst["worst_client_name"])
+    assert "left behind" not in call("run", *given, "--set=data.clients=alone.npy")[1]
+    Path("s.yaml").write_text(json.dumps({"base": {"data": data}, "methods": ["fedavg"]}))
+    few = ["--set=training.rounds=1", "--no-report", "--markdown", "table.md"]
+    stdout = call("compare", "s.yaml", *few)[1]
+    assert f"{worst['worst_client_name']} (1 of 1)" in stdout
+    assert "clients of each group" not in Path("table.md").read_text()
+
+
+def test_directories_of_another_kind_are_refused(call):
+    call("run", "--rounds", 0, "--out", "a", "--no-report")
+    Path("empty").mkdir()
+    Path("s.yaml").write_text("base: {data: digits}\nmethods: [fedavg]\n")
+    for arguments, message in (
+        (["compare", "s.yaml", "--out", "a"], "a holds a run, so it cannot be the directory of a"),
+        (["compare", "a"], "a is a directory; valid: the file of a study"),
+        (["run", "empty"], "empty is a directory without a run (it has no config.yaml)"),
+    ):
+        code, _, stderr = call(*arguments)
+        assert (code, message in stderr) == (2, True)
+    assert not Path("a/base").exists()
+
+
+def test_help_has_no_backslashes(call):
+    assert "\\" not in call("compare", "--help")[1] + call("flower", "new", "--help")[1]
+
+
 def test_an_unexpected_error_is_one_line_too(call, monkeypatch):
-    monkeypatch.setattr("equipoise.cli.show.methods.method_documents", lambda: 1 / 0)
+    # A function without Python code: an error of own code would have a line.
+    broken = partial(operator.truediv, 1, 0)
+    monkeypatch.setattr("equipoise.cli.show.methods.method_documents", broken)
     code, stdout, stderr = call("methods", "--json")
     assert (code, stdout) == (1, "")
     assert (

@@ -5,6 +5,7 @@ Slow modules are imported only when a command needs them, so that help is fast.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -18,6 +19,7 @@ from equipoise.cli.commands.flower import flower
 from equipoise.cli.commands.methods import methods
 from equipoise.cli.commands.report import report
 from equipoise.cli.commands.run import run
+from equipoise.cli.help import Command
 
 app = typer.Typer(
     name="equipoise",
@@ -29,20 +31,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-app.command(
+command = partial(app.command, cls=Command)
+command(
     epilog="Example: equipoise run --method fedprox --data digits --rounds 20 --set method.mu=0.5 "
     "--seed 1 --out runs/mine"
 )(run)
-app.command(epilog="Example: equipoise methods --json")(methods)
-app.command(epilog="Example: equipoise explain training.schedule")(explain)
-app.command(
+command(epilog="Example: equipoise methods --json")(methods)
+command(epilog="Example: equipoise explain training.schedule")(explain)
+command(
     epilog="Example: equipoise data digits --set partition.name=dirichlet "
     "--set partition.clients=20 --set partition.beta=0.3 --picture digits.png"
 )(data)
-app.command(epilog="Example: equipoise cache --prune 30")(cache)
-app.command(epilog="Example: equipoise compare demo --markdown table.md --csv table.csv")(compare)
-app.command(epilog="Example: equipoise report runs/demo --out demo.html --figures figures")(report)
-app.command(epilog="Example: equipoise advise digits --set data.imbalance=5")(advise)
+command(epilog="Example: equipoise cache --prune 30")(cache)
+command(epilog="Example: equipoise compare demo --markdown table.md --csv table.csv")(compare)
+command(epilog="Example: equipoise report runs/demo --out demo.html --figures figures")(report)
+command(epilog="Example: equipoise advise digits --set data.imbalance=5")(advise)
 app.add_typer(flower, name="flower")
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 import typer
@@ -28,11 +30,19 @@ def errors_as_lines(debug: bool) -> Iterator[None]:
     except KeyboardInterrupt as error:
         _end(f"interrupted; {error}" if str(error) else "interrupted", 130, debug)
     except Exception as error:
-        _end(
-            f"error: {type(error).__name__}: {error} (run again with --debug to see where)",
-            1,
-            debug,
-        )
+        _end(f"error: {type(error).__name__}: {error} ({_place_of(error)})", 1, debug)
+
+
+def _place_of(error: Exception) -> str:
+    """Say where in the user's own code an error was raised, and how to see its traceback."""
+    ours, libraries = str(Path(__file__).parents[1]), sysconfig.get_paths().values()
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).is_file() and not frame.filename.startswith((ours, *libraries))
+    ]
+    place = f"line {own[-1].lineno} of {own[-1].filename}; " if own else ""
+    return f"{place}run again with --debug to see {'more' if own else 'where'}"
 
 
 def _end(message: str, code: int, debug: bool) -> NoReturn:

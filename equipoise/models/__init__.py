@@ -101,6 +101,8 @@ def build(name: str, *, shape: Sequence[int], classes: int, seed: int = 0, **opt
     >>> sum(p.numel() for p in model.parameters())
     2410
     """
+    from torch import nn
+
     from equipoise.random import seeded
 
     make = maker_of(name)
@@ -115,7 +117,10 @@ def build(name: str, *, shape: Sequence[int], classes: int, seed: int = 0, **opt
     if start >= 2**63:
         raise InputError(f"seed must be below 2**63, got {seed!r}")
     with seeded(start):
-        return make(sample, outputs, **options)
+        made = make(sample, outputs, **options)
+    if not isinstance(made, nn.Module):
+        raise InputError(f"the function of model {name!r} returned {made!r}; valid: an nn.Module")
+    return made
 
 
 def defaults(name: str) -> dict[str, Any]:

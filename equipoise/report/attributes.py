@@ -9,10 +9,22 @@ from typing import Any
 from equipoise.parity import FIGURES, RATES
 from equipoise.report.charts import Chart, Series
 from equipoise.report.comparison import Comparison
-from equipoise.report.html import Section, number, paragraph, plural, slug, spread, table
+from equipoise.report.html import (
+    Section,
+    capital,
+    details,
+    number,
+    paragraph,
+    plural,
+    slug,
+    spread,
+    table,
+)
 from equipoise.report.reading import Part, RunRecord
 
 _TITLE = "Attributes of samples: rates and parity by value"
+# With more values, the table of all clients by value is left out.
+MOST_COLUMNS = 10
 _HEADERS = {"selection_rate": "selection rate", "tpr": "TPR", "fpr": "FPR"}
 _OVER_ROUNDS = {
     "score_difference": "difference of the score",
@@ -38,6 +50,8 @@ def of_run(record: RunRecord) -> list[Section]:
             body += _rates_table(record, part, name, of)
             charts.append(_over_rounds(record, part, name))
         body += _figures_table(part, found) + _withheld(found)
+        for name, of in found.items():
+            body += _within_clients(record, part, name, of)
     if not body:
         return []
     return [
@@ -83,6 +97,46 @@ def _figures_table(part: Part, found: Mapping[str, Any]) -> str:
         rows,
         texts=[len(found) + 1],
     )
+
+
+def _within_clients(record: RunRecord, part: Part, name: str, of: Mapping[str, Any]) -> str:
+    """Return the differences within clients, and the scores of all clients by value."""
+    body = ""
+    # Runs of earlier releases may lack them.
+    over = {
+        figure: found
+        for figure, found in of.get("over_clients", {}).items()
+        if found.get("worst") is not None
+    }
+    if over:
+        rows = [
+            [
+                figure,
+                number(found["mean"]),
+                number(found["worst"]),
+                record.client_name(found["worst_client_id"]),
+                f"{found['clients']:,}",
+            ]
+            for figure, found in over.items()
+        ]
+        header = ["figure", "mean over clients", "worst client", "which", "clients with a value"]
+        body = table(f"By {name} within each client: {part.words}", header, rows, texts=[3])
+    values = list(of["values"])
+    if len(values) <= MOST_COLUMNS:
+        rows = []
+        for client, row in record.rows_of(part).items():
+            own = row.get("attributes", {}).get(name, {}).get("values", {})
+            cells = (
+                f"{number(own[value].get(record.score))} ({own[value]['n']:,})"
+                if value in own
+                else "–"
+                for value in values
+            )
+            rows.append([record.client_name(client), *cells])
+        caption = f"{capital(record.score)} (samples) of each client by {name}: {part.words}"
+        all_clients = table(caption, ["client", *values], rows)
+        body += details(f"Table of all {part.who} clients by {name}", all_clients)
+    return body
 
 
 def _withheld(found: Mapping[str, Any]) -> str:

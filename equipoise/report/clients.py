@@ -122,6 +122,8 @@ def client_table(record: RunRecord, values: Mapping[Part, Mapping[int, float]]) 
     there = sorted({client for of_part in values.values() for client in of_part})
     short = [f"{part.model}, {'validation' if part.split == 'val' else 'test'}" for part in values]
     header = list(dict.fromkeys(short))
+    # Seen and unseen clients are different ones, and models are evaluated on the same samples.
+    sizes = {client: row["n"] for part in values for client, row in record.rows_of(part).items()}
     rows = []
     for client in there:
         mine = {
@@ -131,10 +133,11 @@ def client_table(record: RunRecord, values: Mapping[Part, Mapping[int, float]]) 
         }
         whose = "unseen" if client in record.unseen else "seen"
         cells = [number(mine.get(label)) for label in header]
-        rows.append([record.client_name(client), record.groups[client], whose, *cells])
+        first = [record.client_name(client), record.groups[client], whose, f"{sizes[client]:,}"]
+        rows.append([*first, *cells])
     return table(
         f"{capital(record.score)} of each client",
-        ["client", "group", "in training", *header],
+        ["client", "group", "in training", "samples", *header],
         rows,
         texts=[1, 2],
     )

@@ -159,8 +159,12 @@ class RunRecord:
 
     def values(self, part: Part) -> dict[int, float]:
         """Return the score of each client in the selected round."""
+        return {client: row[self.score] for client, row in self.rows_of(part).items()}
+
+    def rows_of(self, part: Part) -> dict[int, Row]:
+        """Return the row of each client in the selected round."""
         return {
-            row["client"]: row[self.score]
+            row["client"]: row
             for row in self.rows
             if (row["model"], row["split"], row["unseen"])
             == (part.model, part.split, part.who == "unseen")

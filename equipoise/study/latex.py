@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 
 __all__ = ["latex_table"]
 
+# The columns of text. All others are numbers.
+TEXTS = ("method", "model")
+
 _SPECIAL = {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
@@ -33,7 +36,7 @@ def latex_table(
     title : str
         Its caption.
     header : sequence of str
-        The names of columns. The first column is text, the others are numbers.
+        The names of columns. Those called ``method`` and ``model`` are text, the others numbers.
     rows : iterable of sequences of str
         Cells with ``**best**`` and ``<u>second</u>``, as in Markdown.
     note : str
@@ -65,7 +68,7 @@ def latex_table(
         [
             r"\begin{table}",
             rf"\caption{{{caption}}}",
-            rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}",
+            rf"\begin{{tabular}}{{{''.join('l' if name in TEXTS else 'r' for name in header)}}}",
             r"\toprule",
             lines[0],
             r"\midrule",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.checks import one_of
-from equipoise.config import Override, read_yaml
+from equipoise.config import SECTIONS, Override, read_yaml
 from equipoise.errors import InputError, unknown
 from equipoise.metrics import several_from
 from equipoise.study.checks import checked_list, for_all_runs, with_labels
@@ -295,6 +295,8 @@ def _base(mapping: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if not isinstance(mapping, Mapping):
         raise InputError(f"{where} must have base and methods, got {printable(repr(mapping), 500)}")
     for key in mapping:
+        if key in SECTIONS and key not in ("method", "seed"):
+            raise InputError(f"{where}: {key} is a key of experiments; in a study it is below base")
         if key not in KEYS:
             raise unknown("key", key, KEYS, where=where)
     base = mapping.get("base")

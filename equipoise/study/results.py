@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -282,6 +283,16 @@ class Results:
             if self.lower_is_better
             else min(scores, key=scores.__getitem__)
         )
+
+    def worst_clients(self, setting: str, method: str) -> Counter[str]:
+        """Return in how many seeds a client is the worst one, by the name of the client."""
+        found: Counter[str] = Counter()
+        for _, summary in self._runs(setting, method):
+            model = model_of(summary, "worst_client")
+            part = summary["results"].get(model, {}).get("seen", {})
+            if (number := part.get("worst_client_id")) is not None:
+                found[part.get("worst_client_name") or f"client {number}"] += 1
+        return found
 
     @property
     def lower_is_better(self) -> bool:

@@ -163,7 +163,8 @@ def _tables(results: Results, setting: str) -> Iterator[tuple[str, list[str], li
             metric: metric for metric in results.study.metrics
         }
     }
-    if groups := results.groups(setting):
+    groups = results.groups(setting)
+    if len(groups) > 1:
         tables[f"{setting}: mean over the clients of each group"] = {
             group: f"groups.{group}" for group in groups
         }

@@ -59,6 +59,12 @@ def test_one_run_has_rates_by_value(runs):
                 assert between[figure]["sex"] == ("–" if value is None else f"{value:.3f}")
         assert between["worst value"]["sex"] == str(found["sex"]["worst_value"] or "–")
         assert "demographic_parity_difference" in between
+        within = page.table(f"By sex within each client: {words}")
+        over = found["sex"]["over_clients"]
+        assert set(within) == {figure for figure, of in over.items() if of.get("worst") is not None}
+        for figure, shown in within.items():
+            assert shown["worst client"] == f"{over[figure]['worst']:.3f}"
+            assert shown["which"] == over[figure]["worst_client_name"]
     withheld = summary["results"]["personal"]["seen"]["attributes"]["origin"]
     assert withheld["withheld"] > 0
     assert (
@@ -66,6 +72,25 @@ def test_one_run_has_rates_by_value(runs):
         "counted" in page.text
     )
     assert {"attributes-sex-personal-seen", "attributes-sex-personal-unseen"} <= set(page.figures)
+
+
+def test_every_client_has_its_score_by_value(runs):
+    page = page_of(runs / "fedavg")
+    shown = page.table(
+        "Accuracy (samples) of each client by sex: global model, seen clients, test data"
+    )
+    rows = [
+        json.loads(line) for line in (runs / "fedavg" / "metrics.jsonl").read_text().splitlines()
+    ]
+    names = json.loads((runs / "fedavg" / "names.json").read_text())
+    own = [row for row in rows if (row["round"], row["split"], row["unseen"]) == (2, "test", False)]
+    assert set(shown) == {names[row["client"]] for row in own}
+    for row in own:
+        for value in ("Female", "Male"):
+            cell = shown[names[row["client"]]][value]
+            found = row["attributes"]["sex"]["values"].get(value)
+            score = found and ("–" if found["accuracy"] is None else f"{found['accuracy']:.3f}")
+            assert cell == (f"{score} ({found['n']})" if found else "–")
 
 
 def test_several_runs_have_their_figures_side_by_side(runs):

@@ -42,7 +42,9 @@ def compare(
     csv: Annotated[
         Path | None, typer.Option(help="Write the tables as CSV; seeds and differences beside it.")
     ] = None,
-    latex: Annotated[Path | None, typer.Option(help="Write the tables as LaTeX.")] = None,
+    latex: Annotated[
+        Path | None, typer.Option(help="Write the tables as LaTeX, for the package booktabs.")
+    ] = None,
     metrics: Annotated[
         str | None,
         typer.Option(
@@ -115,6 +117,11 @@ def compare(
             study = Path(__file__).parents[2] / "demo.yaml"
         elif not study.suffix and not study.exists():
             raise unknown("study", str(study), ["demo", "a YAML file"])
+        if study.is_dir():
+            raise InputError(
+                f"{study} is a directory; valid: the file of a study. The same command as before "
+                "resumes a study"
+            )
         content = read_study(study)
         if leaning_to_study(content) < 0:
             raise InputError(
@@ -135,6 +142,11 @@ def compare(
             on_import=say_import,
         )
         check_directory(directory, "choose another with --out")
+        if (directory / "config.yaml").exists():
+            raise InputError(
+                f"{directory} holds a run, so it cannot be the directory of a study; choose "
+                "another with --out"
+            )
         at_a_time = runs_at_a_time(jobs)
         _check_files(markdown, latex, csv)
         try:

@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from equipoise.cli.errors import errors_as_lines
+from equipoise.cli.help import Command
 from equipoise.cli.options import Debug
 from equipoise.cli.paths import check_directory
 from equipoise.errors import InputError
@@ -25,7 +26,8 @@ _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_op
 
 
 @flower.command(
-    epilog="Example: equipoise flower new my-app --experiment experiment.yaml && cd my-app"
+    cls=Command,
+    epilog="Example: equipoise flower new my-app --experiment experiment.yaml && cd my-app",
 )
 def new(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the app.")],
@@ -41,13 +43,13 @@ def new(
             typer.echo(path)
 
 
-@flower.command(context_settings=_PASSED_ON)
+@flower.command(cls=Command, context_settings=_PASSED_ON)
 def run(context: typer.Context) -> None:
     """Start a run: Flower's `flwr run`, without telemetry and update check."""
     _become("flwr", "run", *context.args)
 
 
-@flower.command(context_settings=_PASSED_ON)
+@flower.command(cls=Command, context_settings=_PASSED_ON)
 def superlink(context: typer.Context) -> None:
     """Start the server: Flower's `flower-superlink`.
 
@@ -56,13 +58,13 @@ def superlink(context: typer.Context) -> None:
     _become("flower-superlink", *context.args)
 
 
-@flower.command(context_settings=_PASSED_ON)
+@flower.command(cls=Command, context_settings=_PASSED_ON)
 def supernode(context: typer.Context) -> None:
     """Start a client's node: Flower's `flower-supernode`, without telemetry and update check."""
     _become("flower-supernode", *context.args)
 
 
-@flower.command(epilog="Example: equipoise flower release 3 /srv/runs/first")
+@flower.command(cls=Command, epilog="Example: equipoise flower release 3 /srv/runs/first")
 def release(
     client: Annotated[int, typer.Argument(metavar="N", help="The number of the client.")],
     directory: Annotated[

@@ -73,6 +73,11 @@ def run(
                 raise InputError(
                     f"{experiment} is a run directory, in which the run is resumed; leave out --out"
                 )
+            if not (experiment / "config.yaml").exists():
+                raise InputError(
+                    f"{experiment} is a directory without a run (it has no config.yaml); valid: a "
+                    "run directory or an experiment file"
+                )
             experiment, out, resume = experiment / "config.yaml", experiment, True
         if resume and out is None:
             out = _directory_of(experiment)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
+import numpy as np
 from rich.table import Table
 from rich.text import Text
 
@@ -12,8 +13,14 @@ from equipoise.cli.show.console import LEFT_BEHIND, new_console, new_table, numb
 from equipoise.fairness import METRICS
 from equipoise.parity import FIGURES, RATES
 from equipoise.run.api import Run
-from equipoise.run.records import averaged_over
+from equipoise.run.records import averaged_over, task_of
+from equipoise.study.runs import counted_rows
 from equipoise.text import size
+
+K = TypeVar("K", bound=Hashable)
+
+# How many clients the table of a run lists. Its report has all of them.
+MOST_CLIENTS = 10
 
 
 def run_document(run: Run) -> dict[str, Any]:
@@ -39,7 +46,8 @@ def show_run(run: Run) -> None:
         console.print(_overall(summary))
         if summary.get("metrics"):
             console.print(_further(summary))
-        console.print(_groups(run))
+        if (table := _served(run)) is not None:
+            console.print(table)
         for table in _by_attribute(summary):
             console.print(table)
     else:
@@ -122,31 +130,76 @@ def _further(summary: dict[str, Any]) -> Table:
     return table
 
 
-def _groups(run: Run) -> Table:
-    parts, federation = _parts(run.summary), run.trainer.federation
+def _served(run: Run) -> Table | None:
+    """Show the groups, or the clients if all are in one group; nothing for a single client."""
+    federation, parts = run.trainer.federation, _parts(run.summary)
     # Clients use their personal models or the global one in the end, not local ones.
     leading = max(reversed(parts), key=lambda part: (_of_seen(part), not part.startswith("local")))
-    others = [part for part in parts if part != leading]
+    if len(federation.group_names) > 1:
+        by_group = {part: summary["groups"] for part, summary in parts.items()}
+        counts = np.bincount(federation.groups, minlength=len(federation.group_names))
+        groups = {
+            name: (name, count) for name, count in zip(federation.group_names, counts, strict=True)
+        }
+        worst = parts[leading]["worst_group_name"]
+        title = "mean over the clients of each group"
+        return _bars(title, ("group", "clients"), groups, by_group, leading, worst)
+    scores, sizes = _by_client(run, parts)
+    own = scores[leading]
+    if len(own) < 2:
+        return None
+    order = sorted(own, key=own.__getitem__, reverse=not task_of(run.summary).higher_is_better)
+    rows = {
+        client: (federation.client_name(client), sizes[client]) for client in order[:MOST_CLIENTS]
+    }
+    title = (
+        "clients, the worst first"
+        if len(rows) == len(own)
+        else f"the worst {MOST_CLIENTS} of {len(own)} clients"
+    )
+    return _bars(title, ("client", "samples"), rows, scores, leading, order[0])
+
+
+def _by_client(
+    run: Run, parts: Iterable[str]
+) -> tuple[dict[str, dict[int, float]], dict[int, int]]:
+    """Return the scores of clients by part of the results, and their numbers of samples."""
+    score = run.summary["score"]
+    scores: dict[str, dict[int, float]] = {part: {} for part in parts}
+    sizes = {}
+    for row in counted_rows(run.directory, run.summary) if run.directory else ():
+        part = f"{row['model']}, {'unseen' if row['unseen'] else 'seen'}"
+        part += ", validation" if row["split"] == "val" else ""
+        if part in scores and score in row:
+            scores[part][row["client"]], sizes[row["client"]] = row[score], row["n"]
+    return scores, sizes
+
+
+def _bars(
+    title: str,
+    columns: tuple[str, str],
+    rows: Mapping[K, tuple[str, int]],
+    scores: Mapping[str, Mapping[K, float | None]],
+    leading: str,
+    worst: K,
+) -> Table:
+    """Show the scores of groups or clients, with bars for the leading part of the results."""
+    others = [part for part in scores if part != leading and rows.keys() & scores[part].keys()]
     table = new_table(
-        "\nwho is left behind: mean over the clients of each group",
-        "group",
-        "clients",
+        f"\nwho is left behind: {title}",
+        *columns,
         *others,
         leading,
-        numbers=len(parts) + 1,
+        numbers=len(others) + 2,
         last="",
     )
-    scores = parts[leading]["groups"]
-    top = max((score for score in scores.values() if score), default=1.0)
-    for position, group in enumerate(federation.group_names):
-        score = scores.get(group)
-        worst = group == parts[leading]["worst_group_name"]
-        bar = "█" * round(24 * (score or 0) / top) + (" ← served worst" if worst else "")
-        clients = str(int((federation.groups == position).sum()))
-        numbers = [number(parts[part]["groups"].get(group)) for part in others]
-        table.add_row(
-            group, clients, *numbers, number(score), bar, style=LEFT_BEHIND if worst else None
-        )
+    top = max((scores[leading].get(key) or 0 for key in rows), default=0) or 1.0
+    for key, (name, count) in rows.items():
+        score = scores[leading].get(key)
+        bar = "█" * round(24 * (score or 0) / top) + (" ← served worst" if key == worst else "")
+        others_own = (number(scores[part].get(key)) for part in others)
+        style = LEFT_BEHIND if key == worst else None
+        table.add_row(name, str(count), *others_own, number(score), bar, style=style)
     return table
 
 

@@ -20,8 +20,11 @@ def show_results(results: Results, directory: Path) -> None:
         console.print(_metrics(results, setting))
         if intervals := results.interval_cells(setting):
             console.print(_intervals(results, intervals))
-        if groups := results.groups(setting):
+        groups = results.groups(setting)
+        if len(groups) > 1:
             console.print(_left_behind(results, setting, groups))
+        elif groups:
+            console.print(_worst_clients(results, setting))
         choices = results.choices if results.study.tried else results.study.chosen
         for label, choice in choices.get(setting, {}).items():
             console.print(f"chosen for {label}: {choice.words}", soft_wrap=True)
@@ -38,8 +41,12 @@ def show_results(results: Results, directory: Path) -> None:
         console.print(f"\n{results.about_marks}", soft_wrap=True)
     for message in results.warnings:
         console.print(f"\nwarning: {message}", style="yellow", soft_wrap=True)
+    failed: dict[str, list[str]] = {}
     for path, message in results.failures.items():
-        console.print(f"\nfailed: {path}: {message}", style="red", soft_wrap=True)
+        failed.setdefault(message, []).append(str(path))
+    for message, (first, *others) in failed.items():
+        paths = first + (f" and {len(others)} more" if others else "")
+        console.print(f"\nfailed: {paths}: {message}", style="red", soft_wrap=True)
     console.print(f"\nfiles: {directory}", soft_wrap=True)
 
 
@@ -100,6 +107,18 @@ def _left_behind(results: Results, setting: str, groups: list[str]) -> Table:
             Text(cell, style=LEFT_BEHIND if group == worst else "") for group, cell in cells.items()
         ]
         table.add_row(*first[label], *marked, worst or "–")
+    return table
+
+
+def _worst_clients(results: Results, setting: str) -> Table:
+    """Show which client is the worst, for clients without groups."""
+    title = "\nwho is left behind: the worst client, and in how many seeds"
+    header, first = _methods(results, setting, ["worst_client"])
+    table = new_table(title, *header, last="served worst")
+    for label in results.study.methods:
+        found = results.worst_clients(setting, label)
+        said = (f"{name} ({count} of {found.total()})" for name, count in found.most_common(3))
+        table.add_row(*first[label], ", ".join(said) or "–")
     return table
 
 
