@@ -79,12 +79,19 @@ def test_the_commands_of_the_first_report(folder):
     commands = re.findall(r"^equipoise (.*)$", FIRST.read_text(), re.MULTILINE)
     Path("experiment.yaml").write_text(experiment(0))
     Path("study.yaml").write_text(experiment(1))
-    assert [command.split()[0] for command in commands] == ["data", "run", "compare"]
+    Path("five.yaml").write_text(experiment(2))
+    names = ["data", "run", "compare", "compare", "compare", "report"]
+    assert [command.split()[0] for command in commands] == names
+    # Drawing takes seconds, and is tested elsewhere.
+    assert "--figures" in commands.pop()
     outputs = [told(*command.split(), code=0) for command in commands]
     assert "all 3 0 42 6 12" in outputs[0]
     assert "runs/fedavg" in outputs[1]
     assert all(name in outputs[2] for name in ("fedavg", "local", "ditto", "qffl"))
+    assert "served worst" in outputs[1]
     assert Path("runs/fedavg/report.html").exists()
+    assert "chosen for ditto: lam: " in outputs[4]
+    assert r"\toprule" in Path("table.tex").read_text()
 
 
 def test_two_files_are_enough(folder):
