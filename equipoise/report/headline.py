@@ -42,14 +42,17 @@ def of_run(record: RunRecord) -> Section:
         )
         return Section("headline", "Results", missing=why)
     part = record.parts[lead]
+    # A single group has no worst group and no gap.
+    several = len(part["groups"]) > 1
     tiles = "".join(
         f"<div><dt>{label}</dt><dd>{number(part.get(name))}</dd></div>"
         for name, label in LABELS.items()
-        if part.get(name) is not None
+        if part.get(name) is not None and (several or "group" not in name)
     )
-    worst = [f"Worst: group {part['worst_group_name']} ({number(part['worst_group'])})"]
-    worst.append(f"client {worst_client(record, part)} ({number(part['worst_client'])}).")
-    body = f'<dl class="tiles">{tiles}</dl>{paragraph(" and ".join(worst))}{which(record, lead)}'
+    worst = f"client {worst_client(record, part)} ({number(part['worst_client'])})."
+    if several:
+        worst = f"group {part['worst_group_name']} ({number(part['worst_group'])}) and {worst}"
+    body = f'<dl class="tiles">{tiles}</dl>{paragraph(f"Worst: {worst}")}{which(record, lead)}'
     return Section("headline", "Results", body + metrics_table(record))
 
 

@@ -180,6 +180,13 @@ def test_sections_without_content_are_left_out_with_a_reason(tmp_path):
     assert "All 12 clients took part in each of the 6 rounds." in page.text
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_single_group_is_not_called_the_worst(groups, tmp_path):
+    text = page_of(write_run(tmp_path / "run", groups=groups)).text
+    assert ("Worst: group" in text) == ("gap between groups" in text) == (groups > 1)
+    assert ("Worst: client" in text) == (groups == 1)
+
+
 def test_clusters_against_groups(tmp_path):
     run = write_run(tmp_path / "run", clients=8, groups=2, notes=NOTES)
     page = page_of(run)
