@@ -68,8 +68,11 @@ def _write_secret(path: Path) -> None:
         os.link(own, path)
     except FileExistsError:
         pass
+    except OSError:
+        # A file system without links.
+        own.replace(path)
     finally:
-        own.unlink()
+        own.unlink(missing_ok=True)
 
 
 def proof_of_home(root: Path, run: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
 from io import BytesIO
 from typing import Any
 
@@ -15,6 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.lib import format as npy
 from torch import Tensor
 
+from equipoise import __version__
 from equipoise.tree import Tree
 
 # Types that NumPy does not have are sent as integers of the same width.
@@ -227,7 +227,7 @@ def versions_here() -> dict[str, str]:
     >>> sorted(versions_here())
     ['equipoise', 'torch']
     """
-    return {"equipoise": version("equipoise"), "torch": torch.__version__.partition("+")[0]}
+    return {"equipoise": __version__, "torch": torch.__version__.partition("+")[0]}
 
 
 def settings_of(content: RecordDict, name: str = "settings") -> dict[str, Any]:

@@ -66,6 +66,15 @@ def test_a_disk_keeps_its_name(tmp_path):
     assert home_of(tmp_path / "a") == home_of(tmp_path / "a") != home_of(tmp_path / "b")
 
 
+def test_a_home_on_a_file_system_without_links(tmp_path, monkeypatch):
+    def link(source, target):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", link)
+    assert len(home_of(tmp_path)) == 32
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
 def test_processes_that_create_a_home_at_once_agree(tmp_path, monkeypatch):
     """Several SuperNodes may share a directory, and none of them sees the file of another yet."""
     monkeypatch.setattr(Path, "exists", lambda path: False)
