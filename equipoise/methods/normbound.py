@@ -23,7 +23,9 @@ class NormBound(Guard):
     Updates within the bound B do not change, bit for bit. BatchNorm statistics and each tree of
     uploads (such as SCAFFOLD's control variates, measured from zero) have separate norms and
     bounds, because their scales differ. For an even number of norms, the median is the lower of the
-    middle two, so half of the clients cannot raise it.
+    middle two, so half of the clients cannot raise it. If half of the clients did not change their
+    statistics, as with a single training sample each, the median is 0 and all statistics stay as
+    received: those that did change could be the ones of attackers.
 
     Parameters
     ----------

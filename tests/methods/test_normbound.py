@@ -191,6 +191,13 @@ def test_uploads_far_above_the_median_are_bounded_and_not_dropped():
     assert screened.notes["scaled"] == [7, 9]
 
 
+def test_statistics_stay_as_received_if_half_of_the_clients_did_not_change_theirs():
+    received, updates = random_updates()
+    updates.buffers["mean"][:2] = received["mean"]
+    screened = NormBound(drop=None).screen(received, updates, COHORT)
+    assert torch.equal(screened.updates.buffers["mean"], received["mean"].expand(4, -1))
+
+
 def test_a_mask_of_minus_infinity_stays_and_does_not_count():
     received = {"mask": torch.tensor([0.0, -torch.inf])}
     updates = Updates({"mask": torch.tensor([[3.0, -torch.inf], [1.0, -torch.inf]])}, {}, {}, {})
