@@ -28,6 +28,8 @@ _WITH_TRITON = (
 collect_ignore = (
     [] if find_spec("triton") else [f"equipoise/models/{name}.py" for name in _WITH_TRITON]
 )
+# Each peer runs in an environment of its own.
+collect_ignore.append("benchmarks/peers")
 if not torch.cuda.is_available():
     # The kernels run in Triton's interpreter then. It must be known before they are defined.
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -111,13 +111,21 @@ class Parts:
         def value_of(gradient: PhaseGradient, *given: Any) -> Any:
             return self.named("forward", make_value(gradient, *given))
 
+        launch = Trainer._launch_evaluation
+
+        def launch_evaluation(trainer: Trainer, *given: Any, **named: Any) -> Any:
+            # It returns what waits for the values and records them.
+            return self.named(
+                "evaluation", self.named("evaluation", launch)(trainer, *given, **named)
+            )
+
         changes: list[tuple[Any, str, Any]] = [
             (DeviceData, "fetch", self.named("fetch", DeviceData.fetch)),
             (PhaseGradient, "_value", value_of),
             (torch.autograd, "grad", self.named("backward", torch.autograd.grad)),
             (Sgd, "step", self.named("optimizer", Sgd.step)),
             (RoundSteps, "combine", self.named("aggregation", RoundSteps.combine)),
-            (Trainer, "_evaluate", self.named("evaluation", Trainer._evaluate)),
+            (Trainer, "_launch_evaluation", launch_evaluation),
         ]
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
         for owner, name, function in changes:
