@@ -32,8 +32,12 @@ def test_no_module_imports_from_a_test_module():
         5,
     ]
     assert imports_of_tests("from tests.rounds import play\nfrom tests import latest_\n") == []
+    # The environments of the benchmarks' peers are in a hidden directory.
     files = [
-        path for folder in ("tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))
+        path
+        for folder in ("tests", "benchmarks")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
     ]
     assert Path(__file__) in files
     found = {
