@@ -25,6 +25,7 @@ from equipoise.federation_checks import (
     checked_class_names,
     checked_classes,
     checked_server,
+    label_gap,
 )
 from equipoise.samples import Samples
 from equipoise.splits import SPLITS, Split, offsets_of, split_samples
@@ -573,12 +574,12 @@ def _with_server(
 
 
 def _warn_of_skipped_labels(labels: Tensor, federation: str) -> None:
-    """Warn of labels that start above 0, because the model has outputs for the classes below."""
-    if labels.dim() == 1 and len(labels) and (first := int(labels.min())) > 0:
+    """Warn of labels that leave out classes for which the model has outputs."""
+    if gap := label_gap(labels):
+        found, remedy = gap
         warnings.warn(
-            f"labels of {federation!r} go from {first} to {int(labels.max())}, so there are no "
-            f"samples of class 0; subtract {first} from them, or pass the number of classes if "
-            "this is intended",
+            f"{federation!r} has {found}, and labels count from 0; {remedy}, or pass the number of "
+            "classes if this is intended",
             stacklevel=3,
         )
 

@@ -63,6 +63,30 @@ def checked_classes(federation: Federation) -> int | None:
     return classes
 
 
+def label_gap(labels: Tensor) -> tuple[str, str] | None:
+    """Return what is odd about labels that seem to be numbered wrongly, and how to renumber them.
+
+    The model has an output for every class from 0 to the largest label.
+
+    Examples
+    --------
+    >>> label_gap(torch.tensor([1, 2, 3]))
+    ('labels from 1 to 3', 'subtract 1 from them')
+    >>> label_gap(torch.tensor([0, 100, 200]))
+    ('3 different labels from 0 to 200', 'use numpy.unique(y, return_inverse=True)[1]')
+    """
+    if labels.dim() != 1 or not len(labels):
+        return None
+    found = labels.unique()
+    first, last = int(found[0]), int(found[-1])
+    if 2 * len(found) < last - first + 1:
+        return (
+            f"{len(found)} different labels from {first} to {last}",
+            "use numpy.unique(y, return_inverse=True)[1]",
+        )
+    return (f"labels from {first} to {last}", f"subtract {first} from them") if first > 0 else None
+
+
 def checked_class_names(federation: Federation) -> tuple[str, ...] | None:
     """Return the names of the classes, if there are any. There must be one per class."""
     names = federation.class_names

@@ -471,16 +471,21 @@ def test_a_federation_is_printed_as_one_short_line() -> None:
 # ---- what is probably a mistake ------------------------------------------------------------------
 
 
-def test_labels_that_skip_0_are_warned_of():
-    x, y = np.zeros((6, 2)), np.array([1, 2, 3] * 2)
-    with pytest.warns(
-        UserWarning,
-        match="labels of 'mine' go from 1 to 3, so there are no samples of class 0; subtract 1",
-    ):
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([1, 2, 3], "'mine' has labels from 1 to 3, and labels count from 0; subtract 1 from them"),
+        ([0, 100, 200], "'mine' has 3 different labels from 0 to 200, .* use numpy.unique"),
+        ([100, 200, 300], "'mine' has 3 different labels from 100 to 300, .* use numpy.unique"),
+    ],
+)
+def test_labels_that_skip_classes_are_warned_of(labels, message):
+    x, y = np.zeros((6, 2)), np.array(labels * 2)
+    with pytest.warns(UserWarning, match=message):
         federation = Federation.from_arrays(x, y, clients=[0] * 6, name="mine")
-    assert federation.classes == 4
+    assert federation.classes == max(labels) + 1
     # No warning if the number of classes is given, or if targets are not labels.
-    Federation.from_arrays(x, y, clients=[0] * 6, classes=4)
+    Federation.from_arrays(x, y, clients=[0] * 6, classes=max(labels) + 1)
     Federation.from_arrays(x, y.astype(float), clients=[0] * 6, task="regression")
 
 

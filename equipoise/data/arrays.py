@@ -16,6 +16,7 @@ from equipoise.checks import count
 from equipoise.data.partition import Dirichlet, Natural
 from equipoise.data.source import Source
 from equipoise.errors import InputError
+from equipoise.federation_checks import label_gap
 
 
 def arrays(
@@ -183,17 +184,17 @@ def _read(path: str, option: str) -> NDArray[Any]:
 
 
 def _check_labels(labels: torch.Tensor, classes: int | None, where: str) -> None:
-    """Refuse labels of several values a sample, and labels that begin above 0."""
+    """Refuse labels of several values a sample, and labels that seem to be numbered wrongly."""
     if labels.dim() != 1:
         raise InputError(
             f"{where} has shape {tuple(labels.shape)}; valid: one label for each sample, shape "
             f"{(len(labels),)}. Use numpy.ravel for a column, numpy.argmax(y, 1) for one-hot rows"
         )
-    if classes is None and len(labels) and (first := int(labels.min())) > 0:
-        largest = int(labels.max())
+    if classes is None and (gap := label_gap(labels)):
+        found, remedy = gap
         raise InputError(
-            f"{where} has labels from {first} to {largest}; labels count from 0. Subtract {first} "
-            f"from them, or give data.classes: {largest + 1} if there are classes without samples"
+            f"{where} has {found}; labels count from 0: {remedy}, or give data.classes: "
+            f"{int(labels.max()) + 1} if there are classes without samples"
         )
 
 
