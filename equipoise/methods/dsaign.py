@@ -101,8 +101,7 @@ class DsaIgn(LocalRule):
         """Return the sums of u and of label vectors, and the number of samples; a question."""
         _, u = client.features().chunk(2, dim=1)
         head: Any = client.network.module.head
-        own = torch.arange(len(head.vectors), device=u.device) == client.y.unsqueeze(1)
-        labels = client.sum(own.to(u.dtype) @ head.vectors)
+        labels = client.sum(head.vectors[client.y])
         sums = {
             "features": client.sum(u),
             "labels": labels,
@@ -126,8 +125,11 @@ class DsaIgn(LocalRule):
         found = client.each["chosen"].unsqueeze(1) == client.positions
         if client.mask is not None:
             found = found & (client.mask > 0)
-        # Each position is in one batch only, so the sum over batches is the sample itself.
-        return found.to(client.x.dtype) @ client.x.flatten(1), (found * client.y).sum(1)
+        # Each position is in one batch only, so the sum over batches is the sample itself. Samples
+        # are selected by index, because products may round.
+        here, row = found.any(1), found.long().argmax(1)
+        x, y = client.x.flatten(1)[row], client.y[row]
+        return torch.where(here.unsqueeze(1), x, 0), torch.where(here, y, 0)
 
 
 @register("gathered", paper="Guo et al., 2024", sees=Sees.REPRESENTATIONS, method=False)
