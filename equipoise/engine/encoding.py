@@ -9,6 +9,7 @@ from equipoise.data.encode import encoded_samples
 from equipoise.engine.arithmetic import exact_arithmetic
 from equipoise.engine.chunking import samples_an_encoding
 from equipoise.engine.data import DeviceData
+from equipoise.engine.model_trial import try_out
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine, Training
 from equipoise.federation import Federation
@@ -43,7 +44,7 @@ def open_data(
     data = DeviceData(federation, device, dtype)
     if not len(data):
         return data
-    network.try_out(*data.fetch(torch.arange(min(3, len(data)))), federation.outputs)
+    try_out(network, *data.fetch(torch.arange(min(3, len(data)))), federation.outputs)
     if not network.encoded:
         return data
 

@@ -1,4 +1,4 @@
-"""Checks of a model and of its task before training, and what they measure."""
+"""Parts of the trial of a model: checks of single results, and counts."""
 
 from __future__ import annotations
 

@@ -326,3 +326,24 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Convert a floating point tensor to a type, unless it is None."""
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def lower_frozen(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the :class:`Frozen` modules of a model to a type of lower precision.
+
+    Examples
+    --------
+    >>> model = nn.Sequential(Frozen(nn.Linear(2, 2)), nn.Linear(2, 2))
+    >>> lower_frozen(model, torch.bfloat16)
+    >>> [parameter.dtype for parameter in model.parameters()][1:3]
+    [torch.bfloat16, torch.float32]
+    """
+    lowered = [layer for layer in module.modules() if isinstance(layer, Frozen)]
+    if not lowered:
+        raise InputError(
+            "machine.frozen lowers the precision of frozen modules, but the model has none; valid: "
+            "a model with a module of the class equipoise.models.frozen.Frozen, such as "
+            "vitprompts, or no machine.frozen"
+        )
+    for layer in lowered:
+        layer.lower(dtype)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from equipoise import Machine, tasks, train
+from equipoise.engine.model_trial import try_out
 from equipoise.engine.network import Network
 from equipoise.engine.slots import frozen_digest, is_frozen_digest, slots_of
 from equipoise.errors import InputError
@@ -356,4 +357,4 @@ def test_frozen_modules_in_bfloat16_may_round_more(lowered, share, refused):
         if refused
         else nullcontext()
     ):
-        network.try_out(x, y, 3)
+        try_out(network, x, y, 3)

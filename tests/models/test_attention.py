@@ -9,6 +9,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from equipoise import tasks
+from equipoise.engine.model_trial import try_out
 from equipoise.engine.network import Network
 from equipoise.errors import InputError
 from equipoise.models.attention import Attention, Block, attend
@@ -168,7 +169,7 @@ def test_dropout_is_the_engines():
     )
     network = Network(model.double(), tasks.build("classification"), dtype=torch.float64)
     x = normal(SAMPLES, TOKENS, WIDTH)
-    network.try_out(x, torch.tensor([0, 1, 0, 1]), 2)
+    try_out(network, x, torch.tensor([0, 1, 0, 1]), 2)
     keys = torch.tensor([1, 1, 2])
 
     def output(key: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise import tasks
+from equipoise.engine.model_trial import try_out
 from equipoise.engine.network import Network
 from equipoise.errors import InputError
 from equipoise.models import build, defaults
@@ -83,7 +84,7 @@ def test_only_prompts_gcnet_and_head_move():
     assert set(made.state_dict()) - set(moving) == frozen_names(made)
     network = Network(made, tasks.build("classification"), dtype=torch.float64)
     assert list(network.initial()) == list(moving)
-    network.try_out(normal(3, 1, 8, 8), torch.tensor([0, 1, 2]), 5)
+    try_out(network, normal(3, 1, 8, 8), torch.tensor([0, 1, 2]), 5)
 
 
 def test_prompts_are_drawn_as_in_the_paper():

@@ -16,6 +16,7 @@ from torch.func import functional_call, vmap
 
 from equipoise import tasks
 from equipoise.config import experiment_from
+from equipoise.engine.model_trial import try_out
 from equipoise.engine.network import Network
 from equipoise.errors import InputError
 from equipoise.models import build
@@ -249,8 +250,11 @@ def test_everything_moves_or_only_the_head(saved, name):
 def test_the_engine_takes_it_as_it_is(saved, name, freeze):
     """Without own dropout, dependence on other samples, or tensors unknown to the engine."""
     model = made(name, saved[name], freeze=freeze)
-    Network(model, tasks.build("classification")).try_out(
-        images(3, 3, 16, 16), torch.tensor([0, 1, 2]), 4
+    try_out(
+        Network(model, tasks.build("classification")),
+        images(3, 3, 16, 16),
+        torch.tensor([0, 1, 2]),
+        4,
     )
 
 

@@ -10,6 +10,7 @@ from torch.func import functional_call, grad, vmap
 
 from equipoise import Machine, tasks, train
 from equipoise.data import load
+from equipoise.engine.model_trial import try_out
 from equipoise.engine.network import Network
 from equipoise.errors import InputError
 from equipoise.models import build
@@ -37,7 +38,7 @@ def test_outputs_have_the_size_of_the_images(norm, size):
     assert model.features(x).shape == (2, 2, *size)
     assert model(x).shape == (2, 3, *size)
     y = torch.zeros(2, *size, dtype=torch.uint8)
-    Network(model, tasks.build("segmentation")).try_out(x, y, 3)
+    try_out(Network(model, tasks.build("segmentation")), x, y, 3)
 
 
 def test_one_level_by_hand():

@@ -12,6 +12,7 @@ from torch.func import functional_call, grad, vmap
 
 from equipoise import tasks
 from equipoise.config import experiment_from
+from equipoise.engine.model_trial import try_out
 from equipoise.engine.network import Network
 from equipoise.errors import InputError
 from equipoise.federation import Federation
@@ -248,8 +249,11 @@ def test_experiments_take_the_options(name):
         "mlp_ratio": 2,
     }
     model = build(shape=(1, 8, 8), classes=10, **experiment.model)
-    Network(model, tasks.build("classification")).try_out(
-        torch.rand(3, 1, 8, 8), torch.tensor([0, 1, 2]), 10
+    try_out(
+        Network(model, tasks.build("classification")),
+        torch.rand(3, 1, 8, 8),
+        torch.tensor([0, 1, 2]),
+        10,
     )
 
 
