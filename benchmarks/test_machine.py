@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import benchmarks.text  # noqa: F401 (registers model textlstm)
 from benchmarks import machine
 from benchmarks.machine import cost_of_step, main, measure
 from equipoise.errors import InputError

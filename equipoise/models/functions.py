@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from equipoise.errors import InputError
+from equipoise.models import cpu_products
 from equipoise.models.dropout import dropped, kept_units
 from equipoise.models.frozen import inside_frozen
 from equipoise.models.passes import current_pass, next_key
@@ -386,7 +387,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     See :class:`equipoise.models.linear_layers.Linear`.
     """
-    return F.linear(x.flatten(0, 1), weight, bias).unflatten(0, x.shape[:2])
+    return cpu_products.linear(x.flatten(0, 1), weight, bias).unflatten(0, x.shape[:2])
 
 
 _DROPOUTS: dict[Any, Callable[..., Any]] = {

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from equipoise.checks import count
 from equipoise.errors import InputError
+from equipoise.models import cpu_products
 from equipoise.models.base import Model
 from equipoise.models.kernel_modules import module_with_triton
 
@@ -147,7 +148,7 @@ class Lstm(nn.Module):
         )
         # What does not depend on the step before is one product for all steps; stacked clients make
         # it one per client only where it has no axis of steps.
-        driven = nn.functional.linear(steps.flatten(0, 1), weight_ih, bias_ih + bias_hh).unflatten(
+        driven = cpu_products.linear(steps.flatten(0, 1), weight_ih, bias_ih + bias_hh).unflatten(
             0, steps.shape[:2]
         )
         start = driven.new_zeros(steps.shape[1], weight_hh.shape[1])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from equipoise.errors import InputError
+from equipoise.models import cpu_products
 from equipoise.models.dropout import dropped
 from equipoise.models.frozen import transforms
 from equipoise.models.passes import current_pass, next_key
@@ -151,7 +152,8 @@ class Recurrent(nn.Module):
         at_once = self.mode == "LSTM" and weight_hr is None
         bias = bias_ih + bias_hh if at_once and bias_ih is not None else bias_ih  # type: ignore[operator]
         # What does not depend on the step before is one product for all steps.
-        driven = F.linear(steps.flatten(0, 1), weight_ih, bias).unflatten(0, steps.shape[:2])  # type: ignore[arg-type]
+        driven = cpu_products.linear(steps.flatten(0, 1), weight_ih, bias)  # type: ignore[arg-type]
+        driven = driven.unflatten(0, steps.shape[:2])
         if at_once:
             ordered = driven.flip(0) if way else driven
             outputs, cell = steps_of_layer(ordered, weight_hh, *first)  # type: ignore[arg-type]
