@@ -18,7 +18,7 @@ ORIGIN = 0
 
 
 @triton.jit
-def _own_work(tiles: tl.tensor) -> tl.tuple:
+def _own_work(tiles: tl.tensor) -> tuple[tl.tensor, ...]:
     """Return which tile of which client a program works on.
 
     Both are in one axis of the grid, because the others are short.
@@ -74,7 +74,7 @@ def _taps(
     PADDING: tl.constexpr,
     DILATION: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-) -> tl.tuple:
+) -> tuple[tl.tensor, ...]:
     """Return the first place of the kernel that meets a pixel, and how many do.
 
     In the gradient by the input only every STRIDE-th pixel meets the same places.
@@ -285,14 +285,14 @@ def convolution(
 
 
 @triton.jit
-def _first_part(x: tl.tensor) -> tl.tuple:
+def _first_part(x: tl.tensor) -> tuple[tl.tensor, ...]:
     """Round to bfloat16, and return what is left too."""
     first = x.to(tl.bfloat16)
     return first, x - first.to(tl.float32)
 
 
 @triton.jit
-def _two_parts(x: tl.tensor) -> tl.tuple:
+def _two_parts(x: tl.tensor) -> tuple[tl.tensor, ...]:
     """Cut a number after 8 bits, which bfloat16 holds, and round the rest to bfloat16.
 
     A GPU makes both conversions for two numbers at a time. Those of ``_first_part`` it makes
@@ -341,7 +341,7 @@ def add_products(
 
 
 @triton.jit
-def _place_of(pixel: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tuple:
+def _place_of(pixel: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tuple[tl.tensor, ...]:
     """Say of which sample, row and column pixels are that are counted through all samples."""
     # Numbers are not negative, and unsigned ones are divided in fewer instructions.
     rows = pixel.to(tl.uint32) // COLUMNS

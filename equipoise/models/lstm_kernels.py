@@ -58,7 +58,7 @@ def _tanh(x: tl.tensor) -> tl.tensor:
 @triton.jit
 def _tile(
     samples: tl.tensor, HIDDEN: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr
-) -> tl.tuple:
+) -> tuple[tl.tensor, ...]:
     """Return client, samples and units of a program, and which of its places exist."""
     across = tl.cdiv(HIDDEN, UNITS)
     client, tile = (tl.program_id(0) // across).to(tl.int64), tl.program_id(0) % across

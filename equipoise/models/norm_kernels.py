@@ -16,7 +16,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _own_work(channels: tl.tensor, parts: tl.tensor, TOGETHER: tl.constexpr) -> tl.tuple:
+def _own_work(
+    channels: tl.tensor, parts: tl.tensor, TOGETHER: tl.constexpr
+) -> tuple[tl.tensor, ...]:
     """Return which client, which part of its rows and which channels a program works on.
 
     All are in one axis of the grid, because the others are short. Programs that follow each other
@@ -37,7 +39,7 @@ def _tile(
     columns: tl.tensor,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-) -> tl.tuple:
+) -> tuple[tl.tensor, ...]:
     """Return the rows and columns of a tile, and which of its places exist."""
     across = tl.cdiv(columns, COLUMNS)
     row = (tile // across) * ROWS + tl.arange(0, ROWS)
@@ -137,7 +139,7 @@ def _of_pieces(
 
 
 @triton.jit
-def _combined(count: tl.tensor, mean: tl.tensor, squares: tl.tensor) -> tl.tuple:
+def _combined(count: tl.tensor, mean: tl.tensor, squares: tl.tensor) -> tuple[tl.tensor, ...]:
     """Combine counts, means and sums of squared deviations of a tile's places, channel by channel.
 
     These are the formulas of Chan, Golub and LeVeque (1979).

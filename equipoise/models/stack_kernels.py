@@ -28,7 +28,7 @@ _LEAST_TENSORS, _MOST_TENSORS = 16, 512
 @triton.jit
 def _place(
     table: tl.tensor, block: tl.tensor, TENSORS: tl.constexpr, BLOCK: tl.constexpr
-) -> tl.tuple:
+) -> tuple[tl.tensor, ...]:
     """Return the tensor that a block belongs to, where the block is in a row, and what exists."""
     number = tl.sum((tl.load(table + tl.arange(0, TENSORS)) <= block).to(tl.int32), axis=0) - 1
     first = tl.load(table + number)

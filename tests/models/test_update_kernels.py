@@ -102,6 +102,9 @@ def test_steps_are_those_of_pytorchs_operations(rule, active, launches, monkeypa
     assert_same(found, wanted)
 
 
+@pytest.mark.skipif(
+    update_kernels._TOGETHER == 1, reason="kernels of this Triton take no tuples of tensors"
+)
 def test_small_tensors_share_launches(launches):
     trajectory(Sgd(lr=0.1), CLIENTS)
     assert launches == [[1, 1, 8]] * STEPS
