@@ -195,8 +195,6 @@ class Federation:
         """
         samples: Tensor | Samples = x if isinstance(x, Samples) else tensor_of(x, "x")
         targets = tasks.build(task).targets(tensor_of(y, "y"))
-        if classes is None and tasks.build(task).labels:
-            _warn_of_skipped_labels(targets, name)
         if isinstance(clients, str) or not isinstance(clients, Iterable):
             raise InputError(
                 f"clients must have the client of each sample, such as {['A', 'B', 'A']}, got "
@@ -235,7 +233,7 @@ class Federation:
         )
         described = attributes_from(attributes, len(samples), f"federation {name!r}")
         samples, targets, of_server = _with_server(samples, targets, server or {}, task)
-        return cls(
+        made = cls(
             samples,
             targets,
             *split_samples(held, names, splits, seed),
@@ -253,6 +251,9 @@ class Federation:
             },
             server=of_server,
         )
+        if classes is None and tasks.build(task).labels:
+            _warn_of_skipped_labels(targets, name)
+        return made
 
     @classmethod
     def from_dataset(
