@@ -173,7 +173,34 @@ class MaxPool(nn.MaxPool2d):
         if fits and (kernels := kernels_for_pass(x)) is not None:
             pooled: Tensor = kernels.max_pool(x, self.window, relu)
             return pooled
-        return super().forward(x.relu() if relu else x)
+        return _with_gradient_in_layout(super().forward(x.relu() if relu else x))
+
+
+def _with_gradient_in_layout(y: Tensor) -> Tensor:
+    """Lay the gradient of pooled images out as they are, if they have channels innermost.
+
+    A flattened result has a gradient with channels outermost. For it, PyTorch's max-pooling copies
+    the gradient of the images, which is larger, on a CPU to that layout and back.
+    """
+    # Inside transforms the layout is not known.
+    if y.device.type != "cpu" or y.dim() != 4 or transforms() or y.is_contiguous():
+        return y
+    if not y.is_contiguous(memory_format=torch.channels_last):
+        return y
+    made: Tensor = _GradientInLayout.apply(y)
+    return made
+
+
+class _GradientInLayout(torch.autograd.Function):
+    """Return images as they are, and their gradient with channels innermost."""
+
+    @staticmethod
+    def forward(ctx: Any, images: Tensor) -> Tensor:
+        return images.view_as(images)
+
+    @staticmethod
+    def backward(ctx: Any, upper: Tensor) -> Tensor:
+        return upper.contiguous(memory_format=torch.channels_last)
 
 
 class Sequential(nn.Sequential):

@@ -445,6 +445,31 @@ def test_max_pooling_without_a_gpu_is_pytorchs(stacked, window):
     assert torch.equal(found, torch.stack([plain(own) for own in x]) if stacked else plain(x[0]))
 
 
+def test_max_pooling_gets_its_gradient_in_the_layout_of_the_images():
+    """Otherwise PyTorch copies a gradient of the size of the images twice on a CPU."""
+    images = normal(3, 6, 8, 2).permute(0, 3, 1, 2).requires_grad_()
+    weight = normal(2 * 3 * 4, seed=1)
+
+    def derivatives(layer):
+        y = layer(images)
+        seen = []
+        for node in (y.grad_fn, *(node for node, _ in y.grad_fn.next_functions)):
+            if node.name().startswith("MaxPool2D"):
+                node.register_prehook(
+                    lambda given: seen.append(
+                        given[0].is_contiguous(memory_format=torch.channels_last)
+                    )
+                )
+        value = (y.flatten(1).pow(3) @ weight).sum()
+        (first,) = torch.autograd.grad(value, images, create_graph=True)
+        return y, first, *torch.autograd.grad(first.square().sum(), images), seen[0]
+
+    *found, innermost = derivatives(MaxPool(nn.MaxPool2d(2)))
+    *wanted, _ = derivatives(nn.MaxPool2d(2))
+    assert innermost
+    assert all(map(torch.equal, found, wanted))
+
+
 @pytest.mark.parametrize("affine", [True, False])
 def test_batchnorm_at_rest_on_a_gpu_is_pytorchs(affine, monkeypatch):
     """It is made of elementary operations there: PyTorch cannot stack channels innermost."""
