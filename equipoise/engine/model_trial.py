@@ -122,7 +122,9 @@ class _Trial:
     seen : Tensor
         What the network takes as x: the samples, or the output of its stem.
     params : Tree
-        The parameters of all calls but the last.
+        The parameters of all calls except those of :meth:`why_not_stacked`.
+    training : Forward
+        The state of a training pass.
     output : Tensor
         The output for ``seen`` in evaluation mode; set by :meth:`check_outputs`.
     """
@@ -169,11 +171,11 @@ class _Trial:
         self.network.measures = checked_metrics(self.network.task, self.output, y)
 
     def check_side_effects(self) -> None:
-        """Refuse models that draw random numbers or change their tensors, and count activations."""
+        """Refuse models that draw random numbers or change their tensors."""
         network, params = self.network, self.params
         with counting(network.module) as counted:
             network.apply(params, self.seen, self.training)
-        network.activations = counted[0]
+        self._activations_together = counted[0]
         now = random_states(network.device)
         if any(not torch.equal(*pair) for pair in zip(self._before, now, strict=True)):
             drawing = self._drawing()
@@ -192,14 +194,16 @@ class _Trial:
                 )
 
     def check_single_samples(self) -> None:
-        """Refuse outputs that depend on other samples, and complete the count of activations."""
+        """Refuse outputs that depend on other samples, and count activations per sample."""
         network = self.network
         with counting(network.module) as counted:
             first = self._evaluated(self.seen[:1])
-        others = self.seen[1:].split(1)
+        # Not split(), which returns an empty batch for no samples.
+        others = [self.seen[row : row + 1] for row in range(1, len(self.seen))]
         alone = torch.cat([first, *map(self._evaluated, others)])
-        if len(others):
-            network.activations = (network.activations - counted[0]) // len(others)
+        network.activations = (
+            (self._activations_together - counted[0]) // len(others) if others else counted[0]
+        )
         network.fixed_activations = counted[0] - network.activations
         if not network.batchwise and self._far(self.output, alone):
             raise InputError(

@@ -358,3 +358,11 @@ def test_frozen_modules_in_bfloat16_may_round_more(lowered, share, refused):
         else nullcontext()
     ):
         try_out(network, x, y, 3)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_activations_are_counted_for_any_number_of_samples(samples):
+    network = Network(Model(nn.Identity(), nn.Linear(6, 3)), tasks.build("classification"))
+    try_out(network, torch.randn(samples, 6), torch.zeros(samples, dtype=torch.int64), 3)
+    # The outputs of both parts.
+    assert (network.activations, network.fixed_activations) == (6 + 3, 0)
