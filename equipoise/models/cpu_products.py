@@ -56,7 +56,14 @@ def _pays_for(x: Tensor, weight: Tensor) -> bool:
         x.dim() == 2
         and 2 * x.numel() * len(weight) >= _FEWEST_OPERATIONS
         and len(x) >= _FEWEST_ROWS
-        and x.dtype == weight.dtype == torch.float32
+        and can_multiply(x, weight)
+    )
+
+
+def can_multiply(x: Tensor, weight: Tensor) -> bool:
+    """Return whether oneDNN can multiply a batch by weights, and is the faster library."""
+    return (
+        x.dtype == weight.dtype == torch.float32
         and x.device.type == "cpu"
         and is_faster()
         and not torch.is_autocast_enabled("cpu")
@@ -93,6 +100,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply ``[samples, columns]`` by ``[rows, columns]``, and add the bias ``[rows]``."""
+        weight = _without_overlap(weight)
         made: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return made
 
@@ -112,3 +120,12 @@ class Product(torch.autograd.Function):
             Product.apply(upper.mT, x.mT, None) if ctx.needs_input_grad[1] else None,
             upper.sum(0) if ctx.biased else None,
         )
+
+
+def _without_overlap(matrix: Tensor) -> Tensor:
+    """Copy a matrix whose rows may overlap in memory, such as windows of a signal.
+
+    oneDNN refuses them as its second matrix.
+    """
+    (inner, size), (outer, _) = sorted(zip(matrix.stride(), matrix.shape, strict=True))
+    return matrix if inner * size <= outer else matrix.contiguous()

@@ -1,10 +1,14 @@
-"""What tests of models share: a repair of Triton's interpreter."""
+"""What tests of models share: products of oneDNN, and a repair of Triton's interpreter."""
 
 from __future__ import annotations
 
 import os
 from importlib.util import find_spec
 from typing import Any
+
+import pytest
+
+from equipoise.models import cpu_products
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     import numpy as np
@@ -38,3 +42,23 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
 
     interpreter._patch_lang_tensor = patch_tensors_for_new_numpy
     interpreter.InterpreterBuilder.create_dot = dot_in_float64
+
+
+@pytest.fixture
+def onednn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Use oneDNN on any processor; return the list to which the shapes of its products are added.
+
+    They are rows, columns and rows of the second matrix, which is transposed.
+    """
+    if not cpu_products.serves():
+        pytest.skip("this PyTorch has no product of oneDNN")
+    seen: list[tuple[int, ...]] = []
+    multiply = cpu_products.Product.forward
+
+    def counted(x: Any, weight: Any, bias: Any) -> Any:
+        seen.append((*x.shape, len(weight)))
+        return multiply(x, weight, bias)
+
+    monkeypatch.setattr(cpu_products, "is_faster", lambda: True)
+    monkeypatch.setattr(cpu_products.Product, "forward", staticmethod(counted))
+    return seen
