@@ -58,7 +58,7 @@ def convolve(
     windows = Windows(x.shape, weight.shape[2:], stride, padding)
     height, width = windows.positions
     # Weights and patches have a row per result and per position, which are equally long.
-    if len(weight) < _WEIGHTS_TO_PATCHES * len(x) * height * width:
+    if not 0 < _WEIGHTS_TO_PATCHES * len(x) * height * width <= len(weight):
         return F.conv2d(x, weight, bias, stride, padding)
     patches = Patches.apply(x, windows)
     made: Tensor = cpu_products.Product.apply(weight.flatten(1), patches, None)
@@ -87,9 +87,9 @@ class Windows:
 
     @property
     def positions(self) -> tuple[int, int]:
-        """The number of positions of a window, down and across."""
+        """The number of positions of a window, down and across; 0 where it does not fit."""
         down, across = (
-            (size + 2 * edge - window) // step + 1
+            max(0, (size + 2 * edge - window) // step + 1)
             for size, window, step, edge in zip(
                 self.images[2:], self.kernel, self.stride, self.padding, strict=True
             )

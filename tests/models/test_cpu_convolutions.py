@@ -46,14 +46,20 @@ def test_results_and_two_derivatives_are_those_of_pytorch(
         ((2, 16, 4, 4), (64, 16, 3, 3)),
         ((33, 128, 4, 4), (1024, 128, 3, 3)),
         ((128, 4, 4), (1024, 128, 3, 3)),
+        ((0, 128, 4, 4), (1024, 128, 3, 3)),
     ],
-    ids=["few weights", "many positions", "no axis of samples"],
+    ids=["few weights", "many positions", "no axis of samples", "no samples"],
 )
 def test_other_convolutions_are_those_of_pytorch(images, weights, onednn):
     x, weight = drawn(*images), drawn(*weights)
     found = convolve(x, weight, None, (1, 1), (1, 1))
     assert torch.equal(found, F.conv2d(x, weight, padding=1))
     assert not onednn
+
+
+def test_images_smaller_than_the_kernel_are_refused_as_by_pytorch(onednn):
+    with pytest.raises(RuntimeError, match="Kernel size can't be greater than actual input size"):
+        convolve(drawn(1, 128, 1, 1), drawn(1024, 128, 3, 3), None, (1, 1), (0, 0))
 
 
 def test_nothing_changes_in_float64_under_autocast_and_in_transforms(onednn):
