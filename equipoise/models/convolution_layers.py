@@ -191,24 +191,16 @@ def _with_gradient_in_layout(y: Tensor) -> Tensor:
     the gradient of the images, which is larger, on a CPU to that layout and back.
     """
     # Inside transforms the layout is not known.
-    if y.device.type != "cpu" or y.dim() != 4 or transforms() or y.is_contiguous():
+    if y.device.type != "cpu" or y.dim() != 4 or transforms() or not y.requires_grad:
         return y
-    if not y.is_contiguous(memory_format=torch.channels_last):
-        return y
-    made: Tensor = _GradientInLayout.apply(y)
-    return made
+    if not y.is_contiguous() and y.is_contiguous(memory_format=torch.channels_last):
+        # Not a function of autograd: its result could not be changed in place, as a ReLU may do.
+        y.register_hook(_channels_innermost)
+    return y
 
 
-class _GradientInLayout(torch.autograd.Function):
-    """Return images as they are, and their gradient with channels innermost."""
-
-    @staticmethod
-    def forward(ctx: Any, images: Tensor) -> Tensor:
-        return images.view_as(images)
-
-    @staticmethod
-    def backward(ctx: Any, upper: Tensor) -> Tensor:
-        return upper.contiguous(memory_format=torch.channels_last)
+def _channels_innermost(images: Tensor) -> Tensor:
+    return images.contiguous(memory_format=torch.channels_last)
 
 
 class Sequential(nn.Sequential):

@@ -470,6 +470,16 @@ def test_max_pooling_gets_its_gradient_in_the_layout_of_the_images():
     assert all(map(torch.equal, found, wanted))
 
 
+def test_pooled_images_can_be_changed_in_place():
+    images = normal(3, 6, 8, 2).permute(0, 3, 1, 2).requires_grad_()
+
+    def gradient(layer):
+        y = nn.ReLU(inplace=True)(layer(images))
+        return torch.autograd.grad(y.flatten(1).pow(3).sum(), images)[0]
+
+    assert torch.equal(gradient(MaxPool(nn.MaxPool2d(2))), gradient(nn.MaxPool2d(2)))
+
+
 @pytest.mark.parametrize("affine", [True, False])
 def test_batchnorm_at_rest_on_a_gpu_is_pytorchs(affine, monkeypatch):
     """It is made of elementary operations there: PyTorch cannot stack channels innermost."""
