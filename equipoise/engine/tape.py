@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from equipoise.engine.network import Network
@@ -47,6 +48,9 @@ _NOT_REPEATED = {
     torch.Tag.dynamic_output_shape,
     torch.Tag.data_dependent_output,
 }
+
+# Methods with which code reads values although no operation returns them.
+_READING = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -107,7 +111,7 @@ def record(
     # Each input is an object of its own, because a tensor that was given twice may be two in the
     # next run.
     own = [tensor.detach() for tensor in inputs]
-    with _Recorder() as recorder:
+    with _Recorder() as recorder, _Reading():
         outputs = [*program(*own)]
     return torch.no_grad()(_Writer(own, outputs, recorder.calls).function()), outputs
 
@@ -183,6 +187,15 @@ class _Recorder(TorchDispatchMode):
             raise NotRecordable(f"{func} returns {type(result).__name__}, no tensor")
         self.calls.append(_Call(func, args, kwargs or {}, result))
         return result
+
+
+class _Reading(TorchFunctionMode):
+    """Refuses programs that read the values of tensors without an operation."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READING:
+            raise NotRecordable(f"{func.__name__} reads values")
+        return func(*args, **(kwargs or {}))
 
 
 def _can_be_repeated(op: Any, args: Sequence[Any], options: dict[str, Any]) -> bool:
@@ -454,7 +467,9 @@ def _record(
 
     try:
         known.tape, outputs = record(flat, tensors)
-    except NotRecordable:
+    except RuntimeError:
+        # The program depends on values, or has tensors that cannot be recorded, such as sparse
+        # ones. If it is wrong, it fails again.
         known.refused = True
         return program(given)
     return cast(Made, put_together(known.made, iter(outputs)))
@@ -471,9 +486,20 @@ def _check(
     wanted: list[Tensor] = []
     result = program(given)
     form = taken_apart(result, wanted)
-    known.trusted = form == known.made and all(map(_identical, tape(*tensors), wanted))
+    known.trusted = form == known.made and _returns(tape, tensors, wanted)
     known.refused = not known.trusted
     return result
+
+
+def _returns(tape: Tape, tensors: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    """Return whether a tape can be run, and returns what is wanted."""
+    try:
+        found = tape(*tensors)
+    except RuntimeError:
+        # Autograd may pass tensors that do not exist, as to the gradient of an LSTM in float32.
+        # In Python they are None, which the operation does not accept.
+        return False
+    return all(map(_identical, found, wanted))
 
 
 def _identical(one: Tensor, other: Tensor) -> bool:
