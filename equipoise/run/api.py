@@ -389,7 +389,7 @@ def train(
         if resume:
             trainer.restore_checkpoint(finished=finished)
         if longer:
-            # The callback stopped the shorter run.
+            # Checkpoints of older versions do not say that the shorter run was stopped.
             trainer.stopped = None
         trainer.begin()
         if chosen is None:

@@ -292,8 +292,9 @@ class Trainer:
             clock.lap("evaluate")
         self._listeners.round(dict(row), evaluated=due)
         if self.stopped is not None and not due and self.evaluation.every:
-            # The last round is always evaluated.
-            self._launch_evaluation(done.updates, done.cohort)()
+            # The last round is always evaluated. A longer run would not evaluate after this one.
+            self._remember_for_longer(row)
+            self._launch_evaluation(done.updates, done.cohort, only_as_last=True)()
             row |= not_evaluated(self.engine.absent)
         if self._listeners:
             clock.lap("callbacks")
@@ -535,7 +536,11 @@ class Trainer:
             return
         note = {
             **progress_note(self.bytes, self.evaluator.standing, self.journals),
-            **({"stopped": self.stopped} if self.stopped else {}),
+            **(
+                {"stopped": self.stopped, "stopped_rounds": self.training.rounds}
+                if self.stopped
+                else {}
+            ),
             "run": self.identity,
             "total_was_read": self._total_was_read,
         }
@@ -592,10 +597,12 @@ class Trainer:
         self.engine.restore(found.memory)
         note = dict(found.note)
         self.engine.total_was_read = note.get("total_was_read", False)
-        if self.state.round < self.training.rounds:
+        # A callback stopped a run of this length. A longer one goes on.
+        if note.get("stopped_rounds", self.training.rounds) == self.training.rounds:
+            self.stopped = note.get("stopped")
+        if self.state.round < self.training.rounds and self.stopped is None:
             note = as_longer(note)
         self.bytes = {name: note["bytes"][name] for name in BYTES}
-        self.stopped = note.get("stopped")
         self.evaluator.standing = standing_in(note)
         self._saved_round = self.state.round
         self.participants.restore(self.state)

@@ -165,6 +165,19 @@ def test_a_run_that_was_stopped_and_killed_stays_stopped(tmp_path):
     assert (run.summary["rounds"], run.summary["stopped"]) == (2, "round 2 is enough")
 
 
+@pytest.mark.parametrize("select", ["last", "best"])
+def test_a_stopped_run_is_made_longer_whenever_it_is_interrupted(select, tmp_path):
+    how = {"evaluation": Evaluation(every=2, select=select), "checkpoint_every": 5}
+    small_run(tmp_path / "run", rounds=4, callbacks=[StopAt(3, "round")], **how)
+    assert {row["round"] for row in rows_of(tmp_path / "run")} == {2, 3}
+    # Interrupted before the first checkpoint of the longer run.
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", rounds=5, resume=True, on_round=stop_after(4), **how)
+    small_run(tmp_path / "run", rounds=5, resume=True, **how)
+    small_run(tmp_path / "whole", rounds=5, **how)
+    assert promised(tmp_path / "run") == promised(tmp_path / "whole")
+
+
 def test_a_resumed_run_begins_at_its_checkpoint(tmp_path):
     first, second = Diary(), Diary()
     with pytest.raises(Stop):
