@@ -173,6 +173,13 @@ class Trainer:
                     f"evaluation.{setting} needs clients that train; method {method.name!r} pools "
                     "their data"
                 )
+        if view.clients != federation.clients and method.personal:
+            rule, pooling = method.local, method.view
+            raise InputError(
+                f"method {method.name!r}: with the local rule {rule.name or type(rule).__name__!r} "
+                f"clients have personal models, but the view {pooling.name!r} pools their data; "
+                "valid: a local rule without personal models, such as plain, or the view everyone"
+            )
         initial = self.engine.network.initial()
         self.state = State(
             0, {**initial, **{n: tensor.to(initial[n]) for n, tensor in (start or {}).items()}}

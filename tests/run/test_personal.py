@@ -254,6 +254,12 @@ def test_pooled_data_cannot_be_fine_tuned():
         trained(None, method="central", fine_tune=FineTune())
 
 
+@pytest.mark.parametrize("local", ["ditto", "fedbabu"])
+def test_pooled_data_have_no_personal_models(local):
+    with pytest.raises(InputError, match=f"rule '{local}' .* the view 'central' pools their data"):
+        trained(local, method="central")
+
+
 def test_the_plain_rule_has_nothing_of_its_own():
     assert not build("fedavg").personal
     assert build("fedavg", local=Adapts()).personal
