@@ -75,6 +75,17 @@ class DsaIgn(LocalRule):
             raise InputError("dsaign needs at least one of the losses div, sim, orth and recon")
         check_release("dsaign", self.clip, self.noise, self.privacy_delta)
 
+    def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+        """Refuse a model without label vectors, or without the projection that ``recon`` trains."""
+        has_vectors = isinstance(getattr(getattr(model, "head", None), "vectors", None), Tensor)
+        has_projection = isinstance(getattr(model, "reconstruction", None), nn.Module)
+        if not has_vectors or (self.recon and not has_projection):
+            raise InputError(
+                "local rule 'dsaign' trains a network with label vectors and a part "
+                f"'reconstruction', which {type(model).__name__} lacks; valid: model 'dsaign'"
+            )
+        return model
+
     def phases(self) -> Sequence[Phase]:
         """Return one phase with all losses."""
         return (Phase(loss=self.loss),)

@@ -193,3 +193,11 @@ def test_only_some_samples_of_each_client_are_pooled():
         InputError, match=r"central\.samples must be a whole number of at least 1, got 0"
     ):
         build("central", samples=0)
+
+
+@pytest.mark.parametrize("recon", [True, False])
+def test_another_model_is_refused_before_training(recon, tmp_path):
+    method = {"name": "fedavg", "local": {"name": "dsaign", "recon": recon}}
+    with pytest.raises(InputError, match="which Model lacks; valid: model 'dsaign'"):
+        train(embeddings(), method=method, model="mlp", rounds=1, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
