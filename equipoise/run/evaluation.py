@@ -114,7 +114,7 @@ class Evaluation:
         one_of(self.select_on, ("clients", "server"), "evaluation.select_on")
         if self.patience is not None:
             count(self.patience, "evaluation.patience")
-        if self.every == 0 and (self.select == "best" or self.patience is not None):
+        if self.every == 0 and self.chooses:
             raise InputError(
                 "evaluation.select 'best' and evaluation.patience need evaluation.every of at "
                 "least 1"
@@ -125,10 +125,15 @@ class Evaluation:
                 raise InputError("evaluation.last needs evaluation.every of at least 1")
         if self.every == 0 and self.local:
             raise InputError("evaluation.local needs evaluation.every of at least 1")
-        if self.select_by is not None and self.select != "best" and self.patience is None:
+        if self.select_by is not None and not self.chooses:
             raise InputError(
                 "evaluation.select_by needs evaluation.select 'best' or evaluation.patience"
             )
+
+    @property
+    def chooses(self) -> bool:
+        """Whether values on validation data decide which round is reported, or the last one."""
+        return self.select == "best" or self.patience is not None
 
     def due(self, round_: int, *, last: bool) -> bool:
         """Return whether to evaluate after a round (counted from 1)."""
@@ -263,6 +268,40 @@ class Evaluator:
         if self._by not in higher:
             raise unknown("metric", self._by, higher, where="evaluation.select_by")
         self._sign = -1.0 if higher[self._by] else 1.0
+        self._refuse_to_choose_without_data()
+
+    def _refuse_to_choose_without_data(self) -> None:
+        """Refuse to choose a round if nobody has validation data, before anything is trained.
+
+        On Flower the data are known only when models are evaluated; see :meth:`follow`.
+        """
+        if not self.evaluation.chooses:
+            return
+        if self.evaluation.select_on == "server" and not self.has_global:
+            raise InputError(
+                "evaluation.select_on 'server' needs a global model, but the clients of method "
+                f"{self.method.name!r} keep parts of it; valid: evaluation.select_on 'clients', or "
+                "evaluation.average_kept: true"
+            )
+        if not isinstance(self.federation, Federation):
+            return
+        if self.evaluation.select_on == "server":
+            any_data = "val" in self.federation.server
+        else:
+            any_data = bool(self.federation.split("val").sizes[self.federation.seen].any())
+        if not any_data:
+            raise self._without_data("any")
+
+    def _without_data(self, what: str) -> InputError:
+        on_server = self.evaluation.select_on == "server"
+        who = "the server does not have" if on_server else "no seen client has"
+        valid = (
+            "data.server_val above 0" if on_server else "data.splits with a share for validation"
+        )
+        return InputError(
+            f"choosing a round needs validation data, but {who} {what}; valid: {valid}, or "
+            "evaluation.select 'last' without evaluation.patience"
+        )
 
     def launch(
         self, state: State, updates: Updates | None, cohort: RoundCohort | None
@@ -389,10 +428,8 @@ class Evaluator:
             any_data = judged is not None
             values = judged.of_seen(self._by) if judged else np.empty(0)
         if not len(values):
-            if self.evaluation.select == "best" or self.evaluation.patience is not None:
-                what = f"a value of {self._by}" if any_data else "any"
-                who = "the server does not have" if on_server else "no seen client has"
-                raise InputError(f"choosing a round needs validation data, but {who} {what}")
+            if self.evaluation.chooses:
+                raise self._without_data(f"a value of {self._by}" if any_data else "any")
             return False
         return (
             self.standing.improves(round_, self._sign * float(np.mean(values)))

@@ -487,13 +487,14 @@ def test_evaluations_that_contradict_themselves_are_refused(settings, message):
 
 
 @pytest.mark.parametrize("evaluation", [Evaluation(select="best"), Evaluation(patience=1)])
-def test_choosing_a_round_without_validation_data_is_refused(evaluation):
+def test_choosing_a_round_without_validation_data_is_refused(evaluation, tmp_path):
     x, y = torch.randn(20, 5, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
     bare = type(federation()).from_arrays(x, y, clients=[0] * 10 + [1] * 10, splits=(0.8, 0.0, 0.2))
     with pytest.raises(
         InputError, match="choosing a round needs validation data, but no seen client has any"
     ):
-        train(bare, rounds=1, evaluation=evaluation)
+        train(bare, rounds=1, evaluation=evaluation, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 # ---- models --------------------------------------------------------------------------------------

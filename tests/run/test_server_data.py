@@ -80,6 +80,8 @@ def test_the_servers_validation_data_choose_the_round():
         InputError, match="choosing a round needs validation data, but the server does not have any"
     ):
         small_run(evaluation=Evaluation(select="best", select_on="server"), rounds=1)
+    with pytest.raises(InputError, match="'fedper' keep parts of it; valid: evaluation.select_on"):
+        small_run(method="fedper", evaluation=Evaluation(patience=1, select_on="server"))
     with pytest.raises(InputError, match="'servers'"):
         Evaluation(select_on="servers")
 
