@@ -147,8 +147,8 @@ def rank_methods(values: Mapping[str, Mapping[int, float]], *, higher_is_better:
     >>> ranking.best, ranking.second, ranking.worse
     (('a',), ('c',), ('b',))
     """
-    most = max(map(len, values.values()), default=0)
-    complete = {label: own for label, own in values.items() if most and len(own) == most}
+    seeds = {seed for own in values.values() for seed in own}
+    complete = {label: own for label, own in values.items() if seeds and seeds == set(own)}
     if len(complete) < 2:
         return Ranking()
     means = {label: statistics.fmean(own.values()) for label, own in complete.items()}

@@ -72,6 +72,9 @@ def test_methods_that_lack_seeds_are_not_ranked():
         {"a": {0: 0.9}, "b": {0: 0.5, 1: 0.6}, "c": {0: 0.4, 1: 0.5}}, higher_is_better=True
     )
     assert (ranking.best, ranking.second) == (("b",), ("c",))
+    # Equal numbers of seeds are not enough: other seeds may be easier.
+    different = {"a": {0: 0.9, 1: 0.8}, "b": {1: 0.7, 2: 1.0}}
+    assert rank_methods(different, higher_is_better=True).best == ()
 
 
 def test_below_five_seeds_nothing_is_claimed():
