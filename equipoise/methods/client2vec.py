@@ -289,7 +289,11 @@ class Client2Vec(Wrapper):
         allowed = rested(
             clients["last"][here], state.round + 1, len(clients["ids"]) / (2 * len(before)), count
         )
-        weights = torch.exp(self._similarity(clients, before)[here] / self.tau) * allowed
+        similarity = self._similarity(clients, before)[here]
+        # A common factor does not matter. This one prevents overflow if τ is small, and the lower
+        # bound keeps the probability of every client that may be drawn above 0.
+        exponents = (similarity - similarity[allowed].max()) / self.tau
+        weights = torch.exp(exponents.clamp(-700, 0)) * allowed
         return candidates.ids[choose_by_weight(candidates.key, weights.numpy(), count)]
 
     def learn(self, state: State, cohort: Cohort) -> State:

@@ -121,6 +121,17 @@ def test_large_clients_of_the_round_before_count_more(path):
     np.testing.assert_allclose(np.bincount(drawn, minlength=6) / 4000, odds / odds.sum(), atol=0.03)
 
 
+@pytest.mark.parametrize("tau", [1e-3, 1e-9])
+def test_a_small_temperature_draws_the_most_similar_clients(path, tau):
+    """Although exp(S/τ) is too large for a float64, and other weights too small."""
+    method = build("client2vec", uses=["sampling"], index=path, tau=tau)
+    state = after(method, begun(method), [1])
+    rest = [0, 2, 3]
+    closest = max(rest, key=lambda i: to_cohort(random_index(), [1], [3, 1, 4, 1], i))
+    drawn = [method.sampler.select(state, candidates(key), 3).tolist() for key in range(20)]
+    assert all(ids[0] == closest and sorted(ids) == rest for ids in drawn)
+
+
 def test_round_1_is_uniform(path):
     method = build("client2vec", uses=["sampling"], index=path, tau=0.01)
     state = begun(method)
