@@ -187,7 +187,7 @@ def group_weights(prior: Tensor, losses: Tensor, shares: Tensor, q: float, beta:
     """
     prior, losses, shares = (tensor.double().cpu() for tensor in (prior, losses, shares))
     means = shares.T @ losses / shares.sum(0).clamp(min=torch.finfo(torch.float64).tiny)
-    mixed = (1 - beta) * losses.log() + (beta * (shares @ means).log() if beta else 0)
-    # Logarithms avoid overflow for large losses and exponents.
+    # Logarithms avoid overflow for large losses and exponents. With xlogy, 0 to the power 0 is 1.
+    mixed = torch.xlogy(1 - beta, losses) + torch.xlogy(beta, shares @ means)
     scores = prior.log() + (q + 1) * mixed if q > -1 else prior.log()
     return scores.softmax(0) if scores.isfinite().any() else prior / prior.sum()

@@ -237,6 +237,11 @@ def test_weights_of_extreme_losses(losses, wanted):
     assert group_weights(PRIOR, float64(losses), PAIRS, 1, 0.0).tolist() == pytest.approx(wanted)
 
 
+def test_a_loss_of_zero_does_not_matter_if_only_groups_do():
+    found = group_weights(PRIOR, float64([0.0, 2.0, 1.0, 1.0]), PAIRS, 1, 1.0)
+    assert found.tolist() == pytest.approx((PRIOR / PRIOR.sum()).tolist())
+
+
 def test_the_group_of_a_client_with_shares_is_a_mixture():
     # Its group loss is the mean of both groups' losses with these shares.
     shares, losses = float64([[1, 0], [0, 1], [0.5, 0.5]]), float64([1, 4, 2])
