@@ -52,7 +52,7 @@ def convolve(
     >>> convolve(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2), None, (1, 1), (0, 0))
     tensor([[[[4.]]]])
     """
-    can_pay = x.dim() == 4 and weight.numel() >= _FEWEST_WEIGHTS
+    can_pay = x.dim() == 4 and x.shape[1] == weight.shape[1] and weight.numel() >= _FEWEST_WEIGHTS
     if not can_pay or not cpu_products.can_multiply(x, weight):
         return F.conv2d(x, weight, bias, stride, padding)
     windows = Windows(x.shape, weight.shape[2:], stride, padding)

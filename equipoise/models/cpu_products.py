@@ -44,7 +44,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     tensor([[3.],
             [3.]])
     """
-    if not _pays_for(x, weight):
+    # PyTorch describes shapes that do not fit, oneDNN does not.
+    if not _pays_for(x, weight) or (bias is not None and bias.shape != weight.shape[:1]):
         return F.linear(x, weight, bias)
     made: Tensor = Product.apply(x, weight, bias)
     return made
@@ -54,6 +55,7 @@ def _pays_for(x: Tensor, weight: Tensor) -> bool:
     """Return whether oneDNN serves a batch and weights, and takes less time than MKL."""
     return (
         x.dim() == 2
+        and x.shape[1] == weight.shape[1]
         and 2 * x.numel() * len(weight) >= _FEWEST_OPERATIONS
         and len(x) >= _FEWEST_ROWS
         and can_multiply(x, weight)
@@ -101,6 +103,8 @@ class Product(torch.autograd.Function):
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply ``[samples, columns]`` by ``[rows, columns]``, and add the bias ``[rows]``."""
         weight = _without_overlap(weight)
+        # oneDNN reads a bias as if it were contiguous.
+        bias = None if bias is None else bias.contiguous()
         made: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return made
 

@@ -57,9 +57,12 @@ def test_other_convolutions_are_those_of_pytorch(images, weights, onednn):
     assert not onednn
 
 
-def test_images_smaller_than_the_kernel_are_refused_as_by_pytorch(onednn):
-    with pytest.raises(RuntimeError, match="Kernel size can't be greater than actual input size"):
-        convolve(drawn(1, 128, 1, 1), drawn(1024, 128, 3, 3), None, (1, 1), (0, 0))
+@pytest.mark.parametrize(
+    ("images", "says"), [((2, 128, 2, 2), "Kernel size"), ((2, 64, 4, 4), "128 channels")]
+)
+def test_shapes_that_do_not_fit_are_described(images, says, onednn):
+    with pytest.raises(RuntimeError, match=says):
+        convolve(drawn(*images), drawn(1024, 128, 3, 3), None, (1, 1), (0, 0))
 
 
 def test_nothing_changes_in_float64_under_autocast_and_in_transforms(onednn):

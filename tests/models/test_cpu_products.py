@@ -35,6 +35,21 @@ def test_products_and_two_derivatives_are_those_of_pytorch(given, biased, onednn
     assert found[2].is_contiguous()
 
 
+@pytest.mark.parametrize("bias", [drawn(512)[::2], drawn(1).expand(256)], ids=["strided", "same"])
+def test_biases_may_lie_in_memory_in_any_way(bias, onednn):
+    x, weight = drawn(32, 256), drawn(256, 256, seed=1)
+    found, wanted = (function(x, weight, bias) for function in (cpu_products.linear, F.linear))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert onednn
+
+
+def test_shapes_that_do_not_fit_are_described(onednn):
+    with pytest.raises(RuntimeError, match="32x300 and 256x256"):
+        cpu_products.linear(drawn(32, 300), drawn(256, 256))
+    with pytest.raises(RuntimeError, match="must match"):
+        cpu_products.linear(drawn(32, 256), drawn(256, 256), drawn(3))
+
+
 @pytest.mark.parametrize(
     ("x", "weight"),
     [
