@@ -288,15 +288,12 @@ def _summary(
     groups = np.array([position_of[row["group"]] for row in rows])
     values = np.array([row[column] for row in rows])
     counts = np.array([row["n"] for row in rows])
-    gap = np.array([(gaps or {}).get(row["client"], np.nan) for row in rows])
-    summary = fairness.summarize(
-        values,
-        groups,
-        weights=counts,
-        gap=gap if np.isfinite(gap).any() else None,
-        higher_is_better=higher_is_better,
-    )
+    summary = fairness.summarize(values, groups, weights=counts, higher_is_better=higher_is_better)
     measured: dict[str, Any] = summary.as_dict()
+    if gaps:
+        # Clients with a gap may have no samples in this split, so they may have no row here.
+        known = np.array(list(gaps.values()))
+        measured |= {"gap_variance": float(known.var()), "gap_pair_sum": fairness.pair_sum(known)}
     measured |= {
         "worst_client_id": rows[summary.worst_client_id]["client"],
         "worst_group_name": names[summary.worst_group_id],

@@ -235,6 +235,15 @@ def test_a_summary_is_that_of_fairness_for_random_rows():
         assert found[name] == pytest.approx(wanted[name], rel=1e-12), name
 
 
+def test_gaps_of_clients_without_test_samples_count():
+    rows = [row(0, 0.5), *(row(k, 0.5, split="val", gap=gap) for k, gap in ((0, 0.1), (1, 0.5)))]
+    for split in ("test", "val"):
+        seen = summarize_rows(rows, TASK, split=split)["global"]["seen"]
+        # Each is 0.2 from the mean, and they are 0.4 from each other, counted twice.
+        assert seen["gap_variance"] == pytest.approx(0.04)
+        assert seen["gap_pair_sum"] == pytest.approx(0.32)
+
+
 def test_global_and_personal_models_are_summarised_apart():
     rows = [
         row(0, 0.5),
