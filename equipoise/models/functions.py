@@ -3,7 +3,8 @@
 They allow clients to be stacked. :func:`equipoise.models.layers.convert` replaces layers, but
 cannot replace functions that draw random numbers, such as ``torch.nn.functional.dropout``. While a
 :class:`Carried` is active, these functions draw the engine's random numbers, and attention uses
-matrix products, which can be stacked and differentiated twice.
+matrix products, which can be stacked and differentiated twice. Embeddings have the same gradients
+stacked or not.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from equipoise.errors import InputError
 from equipoise.models import cpu_products
 from equipoise.models.dropout import dropped, kept_units
-from equipoise.models.frozen import inside_frozen
+from equipoise.models.frozen import inside_frozen, transforms
 from equipoise.models.passes import current_pass, next_key
 from equipoise.random import fold_tensor, normal, uniform
 
@@ -28,7 +29,7 @@ _ALPHA = -1.7580993408473766
 
 
 class Carried(TorchFunctionMode):
-    """A context that replaces dropout, attention and random functions while it is active.
+    """A context that replaces dropout, attention, random functions and some embeddings.
 
     Frozen modules are not affected: they are in evaluation mode and may use fused attention.
 
@@ -52,6 +53,8 @@ class Carried(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the replacement of a function, or the function itself."""
         replacement = None if inside_frozen() else _REPLACED.get(func)
+        if func is F.embedding and not _is_special(*args, **(kwargs or {})):
+            replacement = None
         if replacement is not None:
             self.seen.add(func.__name__)
         return (replacement or func)(*args, **(kwargs or {}))
@@ -390,6 +393,62 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return cpu_products.linear(x.flatten(0, 1), weight, bias).unflatten(0, x.shape[:2])
 
 
+# ---- embeddings ----------------------------------------------------------------------------------
+
+
+def _is_special(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> bool:
+    """Return whether ``F.embedding`` is called with options whose gradients cannot be stacked."""
+    return max_norm is None and (padding_idx is not None or scale_grad_by_freq or sparse)
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Replace ``F.embedding``. Gradients are dense, and that of the padding row is zero.
+
+    Parameters
+    ----------
+    input : Tensor
+        Integers.
+    weight : Tensor
+        A row for each integer.
+    padding_idx : int, optional
+        The row without a gradient.
+    max_norm : None
+        Not used, like ``norm_type`` and ``sparse``.
+    scale_grad_by_freq : bool
+        Whether the gradient of a row is divided by how often it is looked up. Clients cannot be
+        stacked then.
+
+    Examples
+    --------
+    >>> weight = torch.ones(3, 1, requires_grad=True)
+    >>> embedding(torch.tensor([0, 1, 1]), weight, padding_idx=0).sum().backward()
+    >>> weight.grad.flatten()
+    tensor([0., 2., 0.])
+    """
+    if scale_grad_by_freq and transforms():
+        raise NotImplementedError("scale_grad_by_freq would count the indices of all clients")
+    if padding_idx is not None:
+        numbers = torch.arange(len(weight), device=weight.device).unsqueeze(1)
+        weight = torch.where(numbers.eq(padding_idx % len(weight)), weight.detach(), weight)
+    return F.embedding(input, weight, scale_grad_by_freq=scale_grad_by_freq)
+
+
 _DROPOUTS: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout(F.dropout),
     F.dropout1d: _dropout(F.dropout1d, channels=True),
@@ -417,4 +476,5 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     Tensor.normal_: _normal_,
     F.scaled_dot_product_attention: _scaled_dot_product_attention,
     F.multi_head_attention_forward: _multi_head_attention,
+    F.embedding: embedding,
 }

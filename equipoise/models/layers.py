@@ -11,23 +11,22 @@ from __future__ import annotations
 
 from typing import cast
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from equipoise.models.convolution_layers import Convolution, MaxPool, Sequential
 from equipoise.models.dropout import Dropout
 from equipoise.models.frozen import Frozen
+from equipoise.models.functions import embedding
 from equipoise.models.linear_layers import Linear
 from equipoise.models.norm_layers import BatchNorm, LayerNorm
-from equipoise.models.replacing import adopt, take_hooks
+from equipoise.models.replacing import adopt, has_hooks, take_additions, take_hooks
 from equipoise.models.sequences import Recurrent
 
 
 class Embedding(nn.Embedding):
-    """An embedding whose padding row never moves, stacked or not.
+    """An embedding with a dense gradient, whose padding row never moves, stacked or not.
 
-    PyTorch's rule for ``vmap`` moves it.
+    PyTorch's rule for ``vmap`` moves it, and sparse gradients cannot be stacked.
     """
 
     def __init__(self, layer: nn.Embedding) -> None:
@@ -38,19 +37,17 @@ class Embedding(nn.Embedding):
 
     @staticmethod
     def replaces(layer: nn.Module) -> bool:
-        """Return whether a layer is an embedding with padding and no other special options."""
+        """Return whether a layer is an embedding with padding or sparse, and otherwise ordinary."""
         return (
             type(layer) is nn.Embedding
-            and layer.padding_idx is not None
+            and (layer.padding_idx is not None or layer.sparse)
             and layer.max_norm is None
-            and not (layer.sparse or layer.scale_grad_by_freq)
+            and not layer.scale_grad_by_freq
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """Look up the vectors of a batch of integers."""
-        numbers = torch.arange(self.num_embeddings, device=self.weight.device).unsqueeze(1)
-        padding = numbers.eq(cast(int, self.padding_idx))
-        return F.embedding(x, torch.where(padding, self.weight.detach(), self.weight))
+        return embedding(x, self.weight, self.padding_idx)
 
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -76,7 +73,10 @@ def convert(module: nn.Module) -> nn.Module:
 
     def replaced(layer: nn.Module) -> nn.Module:
         if layer not in done:
-            done[layer] = counterpart(layer)
+            # A layer may have a forward of its own in place of that of its class.
+            done[layer] = layer if "forward" in vars(layer) else counterpart(layer)
+            if done[layer] is not layer:
+                take_additions(done[layer], layer)
             if isinstance(layer, Frozen):
                 return layer
             for name, child in done[layer]._modules.items():
@@ -128,4 +128,5 @@ def _takes_any_layout(part: nn.Module) -> bool:
 
     A model's own code may call anything.
     """
-    return type(part) in _ANY_LAYOUT or type(part).__module__.startswith(_ANY_LAYOUT_IN)
+    known = type(part) in _ANY_LAYOUT or type(part).__module__.startswith(_ANY_LAYOUT_IN)
+    return known and not has_hooks(part) and "forward" not in vars(part)

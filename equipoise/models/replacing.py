@@ -1,4 +1,4 @@
-"""What layers that replace others share: they take over parameters, buffers and hooks."""
+"""What layers that replace others share: they take over parameters, buffers, hooks and more."""
 
 from __future__ import annotations
 
@@ -21,6 +21,21 @@ def take_hooks(new: L, old: nn.Module) -> L:
     for hooks in _HOOKS:
         setattr(new, hooks, getattr(old, hooks))
     return new
+
+
+def take_additions(new: nn.Module, old: nn.Module) -> None:
+    """Give a layer what users have added to the one that it replaces.
+
+    These are attributes, parameters, buffers and layers.
+    """
+    for name, value in vars(old).items():
+        # Other names are those of PyTorch itself.
+        if not name.startswith("_"):
+            vars(new).setdefault(name, value)
+    for held in ("_parameters", "_buffers", "_modules"):
+        for name, value in getattr(old, held).items():
+            getattr(new, held).setdefault(name, value)
+    new._non_persistent_buffers_set |= old._non_persistent_buffers_set
 
 
 def adopt(new: nn.Module, old: nn.Module) -> None:

@@ -69,6 +69,9 @@ class Recurrent(nn.Module):
         """Return the kind of the layer and its sizes."""
         return f"{self.mode}, {self.input_size}, {self.hidden_size}, num_layers={self.num_layers}"
 
+    def flatten_parameters(self) -> None:
+        """Do nothing. Models call this method of PyTorch's layers, which arranges memory."""
+
     def forward(self, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
         """Return the outputs of the last layer, and the last states of all layers.
 

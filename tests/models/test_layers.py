@@ -470,6 +470,16 @@ def test_max_pooling_gets_its_gradient_in_the_layout_of_the_images():
     assert all(map(torch.equal, found, wanted))
 
 
+def test_sparse_embeddings_get_dense_gradients():
+    layer = nn.Embedding(5, 2, sparse=True)
+    numbers = torch.tensor([1, 3, 3])
+    wanted, found = (
+        torch.autograd.grad(made(numbers).square().sum(), layer.weight)[0]
+        for made in (layer, convert(nn.Sequential(layer)))
+    )
+    assert torch.equal(found, wanted.to_dense())
+
+
 def test_pooled_images_can_be_changed_in_place():
     images = normal(3, 6, 8, 2).permute(0, 3, 1, 2).requires_grad_()
 
