@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -113,6 +116,19 @@ def counting(module: nn.Module) -> Iterator[list[int]]:
 
 
 def random_states(device: torch.device) -> list[Tensor]:
-    """Return the states of PyTorch's generators, from which layers may draw."""
+    """Return the states of the generators of PyTorch, Python and NumPy, from which layers may draw.
+
+    Examples
+    --------
+    >>> before = random_states(torch.device("cpu"))
+    >>> _ = random.random()
+    >>> [torch.equal(*pair) for pair in zip(before, random_states(torch.device("cpu")))]
+    [True, False, True]
+    """
     on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *on_gpu]
+    others = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002 (models may)
+    return [
+        torch.get_rng_state(),
+        *(torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8) for state in others),
+        *on_gpu,
+    ]

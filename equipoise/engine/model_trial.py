@@ -173,6 +173,8 @@ class _Trial:
     def check_side_effects(self) -> None:
         """Refuse models that draw random numbers or change their tensors."""
         network, params = self.network, self.params
+        shared = self._shared()
+        seen, seen_version = self.seen.clone(), self.seen._version
         with counting(network.module) as counted:
             network.apply(params, self.seen, self.training)
         self._activations_together = counted[0]
@@ -192,6 +194,22 @@ class _Trial:
                     "all clients; valid: layers of nn.BatchNorm, and buffers that are assigned "
                     "anew (self.mean = ...)"
                 )
+        for name, (tensor, version) in self._shared().items():
+            old, old_version = shared.get(name, (tensor, version))
+            # A mask that is made anew for samples of another size is no change.
+            same_size = tensor.shape == old.shape
+            if version != old_version if tensor is old else same_size and not tensor.equal(old):
+                raise InputError(
+                    f"the model changes {name} in its forward pass, but all clients share this "
+                    "tensor; valid: a persistent buffer of floating point numbers that is "
+                    "assigned anew (self.count = self.count + 1)"
+                )
+        if self.seen._version != seen_version and not self.seen.equal(seen):
+            raise InputError(
+                "the model changes its samples in place in its forward pass, which other passes "
+                "read again; valid: operations that return another tensor (x / 2 instead of "
+                "x.div_(2))"
+            )
 
     def check_single_samples(self) -> None:
         """Refuse outputs that depend on other samples, and count activations per sample."""
@@ -289,6 +307,15 @@ class _Trial:
             noise = torch.rand(tensor.shape, generator=draws, dtype=tensor.dtype).to(tensor.device)
             params[name] = tensor * (1 + 0.2 * noise) + 0.01 * noise
         return params
+
+    def _shared(self) -> dict[str, tuple[Tensor, int]]:
+        """Return the tensors of which clients have no copies, and their versions."""
+        module = self.network.module
+        return {
+            name: (tensor, tensor._version)
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+            if name not in self.params
+        }
 
     def _drawing(self) -> list[str]:
         """List the functions that draw from PyTorch's generators, in evaluation or in training."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from types import MethodType
+
 import numpy as np
 import pytest
 import torch
@@ -114,6 +117,39 @@ def padded():
     return model
 
 
+class OwnEmbedding(nn.Embedding):
+    """Only an embedding, but of another class."""
+
+
+def padded_otherwise():
+    model = characters()
+    model.features[0] = OwnEmbedding(7, 5, padding_idx=2)
+    return model
+
+
+class Adding(nn.Module):
+    """Layers with attributes, a layer and a forward that their classes do not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.dense, self.own = (
+            nn.LSTM(5, 5, batch_first=True),
+            nn.Linear(5, 5),
+            nn.Linear(5, 5),
+        )
+        self.lstm.scale, self.dense.more = 0.5, nn.Linear(5, 5)
+        self.own.forward = MethodType(squashed, self.own)
+
+    def forward(self, x):
+        self.lstm.flatten_parameters()
+        x = self.lstm(x)[0] * self.lstm.scale
+        return self.own(self.dense(x) + self.dense.more(x))
+
+
+def squashed(layer, x):
+    return F.linear(x, layer.weight, layer.bias).tanh()
+
+
 def hooked():
     model = convolving(nn.BatchNorm2d(3), nn.MaxPool2d(1))
     model.features[0].register_forward_hook(lambda layer, inputs, output: 3 * output)
@@ -134,6 +170,8 @@ RIGHT = {
     "a buffer of whole numbers": (permuted, images),
     "parameters that do not train": (partly_fixed, images),
     "an embedding with padding": (padded, text),
+    "an embedding of one's own": (padded_otherwise, text),
+    "what was added to layers": (lambda: characters(Adding()), text),
     "hooks": (hooked, images),
     "a class derived from BatchNorm": (lambda: convolving(Renamed(3)), images),
     "weight norm": (lambda: flat(parametrizations.weight_norm(nn.Linear(12, 12))), images),
@@ -322,6 +360,15 @@ def drift(layer, x):
     return x - layer.mean
 
 
+def scaled_by_numpy(layer, x):
+    return x * np.random.random_sample() if layer.training else x  # noqa: NPY002
+
+
+def counted(layer, x):
+    layer.calls = layer.calls + layer.training
+    return x
+
+
 def spectral():
     model = flat(nn.Linear(12, 12))
     parametrizations.spectral_norm(model.features[2])
@@ -393,6 +440,26 @@ REFUSED = {
     "BatchNorm that does more": (lambda: convolving(WithRelu(3)), images, IN_PLACE),
     "spectral norm": (spectral, images, IN_PLACE),
     "bounded embeddings": (bounded, text, IN_PLACE),
+    "random numbers of Python": (
+        lambda: flat(Does(lambda layer, x: x * random.random() if layer.training else x)),
+        images,
+        f"{RANDOM}, .* use nn.Dropout",
+    ),
+    "random numbers of NumPy": (
+        lambda: flat(Does(scaled_by_numpy)),
+        images,
+        f"{RANDOM}, .* use nn.Dropout",
+    ),
+    "a counter": (
+        lambda: flat(Does(counted, calls=torch.tensor(0))),
+        images,
+        "changes features.2.calls in its forward pass, but all clients share this tensor",
+    ),
+    "samples that are changed": (
+        lambda: Model(Does(lambda layer, x: x.div_(2).flatten(1)), nn.Linear(50, 4)),
+        images,
+        "changes its samples in place",
+    ),
     "samples that look at each other": (
         lambda: flat(Does(lambda layer, x: x - x.mean(0))),
         images,
