@@ -127,14 +127,35 @@ class Method:
                 f"method {self.name!r}: its clients keep the whole model and send nothing, so the "
                 f"guard {self.guard.name!r} has nothing to do; leave it out"
             )
-        for reader, wants, giver, gives in (
-            (self.local, self.local.receives, self.aggregation, self.aggregation.sends),
-            (self.aggregation, self.aggregation.collects, self.local, self.local.uploads),
+        for reader, wants, giver, gives, slot, needed in (
+            (
+                self.local,
+                self.local.receives,
+                self.aggregation,
+                self.aggregation.sends,
+                "aggregation",
+                Aggregation,
+            ),
+            (
+                self.aggregation,
+                self.aggregation.collects,
+                self.local,
+                self.local.uploads,
+                "local",
+                LocalRule,
+            ),
         ):
             if missing := set(wants) - set(gives):
+                # A part that is both provides what it needs.
+                valid = (
+                    f"; valid: {slot} {reader.name!r}"
+                    if reader.name and isinstance(reader, needed)
+                    else ""
+                )
                 raise InputError(
                     f"method {self.name!r}: {type(reader).__name__} needs "
                     f"{', '.join(sorted(missing))}, which {type(giver).__name__} does not provide"
+                    f"{valid}"
                 )
         if strays := set(self.aggregation.sends_once) - set(self.aggregation.sends):
             raise InputError(
