@@ -158,6 +158,8 @@ class _Writer(pickle.Pickler):
             self.large.append(plain)
             self.forms.append((plain.dtype, plain.shape, value.is_cuda, None))
             return self.forms[-1]
+        # Copied, because a single element may have any stride, also 0, and then no view as bytes.
+        plain = plain.clone(memory_format=torch.contiguous_format)
         content = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
         return plain.dtype, plain.shape, value.is_cuda, content
 

@@ -14,6 +14,7 @@ MESSAGES = {
     "plain values": ("train", 3, {"split": "val", "ids": [1, 2]}),
     "small tensors": {"w": torch.tensor([1.5, -2.0]), "mask": torch.tensor([True, False])},
     "a number": torch.tensor(7),
+    "one row of an expanded number": torch.tensor(0.5).expand(1),
     "no rows": torch.empty(0, 3, dtype=torch.bfloat16),
     "half precision": torch.tensor([0.1, 0.2], dtype=torch.bfloat16),
     "large and small": [LARGE, {"model": {"w": LARGE.float().reshape(200, 200)}}, torch.ones(3)],
