@@ -127,31 +127,15 @@ class Method:
                 f"method {self.name!r}: its clients keep the whole model and send nothing, so the "
                 f"guard {self.guard.name!r} has nothing to do; leave it out"
             )
-        for reader, wants, giver, gives, slot, needed in (
-            (
-                self.local,
-                self.local.receives,
-                self.aggregation,
-                self.aggregation.sends,
-                "aggregation",
-                Aggregation,
-            ),
-            (
-                self.aggregation,
-                self.aggregation.collects,
-                self.local,
-                self.local.uploads,
-                "local",
-                LocalRule,
-            ),
+        local, aggregation = self.local, self.aggregation
+        for reader, wants, giver, gives, slot in (
+            (local, local.receives, aggregation, aggregation.sends, "aggregation"),
+            (aggregation, aggregation.collects, local, local.uploads, "local"),
         ):
             if missing := set(wants) - set(gives):
-                # A part that is both provides what it needs.
-                valid = (
-                    f"; valid: {slot} {reader.name!r}"
-                    if reader.name and isinstance(reader, needed)
-                    else ""
-                )
+                # A part that is both a local rule and an aggregation provides what it needs.
+                is_both = isinstance(reader, LocalRule) and isinstance(reader, Aggregation)
+                valid = f"; valid: {slot} {reader.name!r}" if is_both and reader.name else ""
                 raise InputError(
                     f"method {self.name!r}: {type(reader).__name__} needs "
                     f"{', '.join(sorted(missing))}, which {type(giver).__name__} does not provide"

@@ -120,12 +120,15 @@ def test_parts_are_made_from_names_mappings_or_themselves():
 
 def test_parts_that_do_not_fit_together_are_refused():
     with pytest.raises(
-        InputError, match="'scaffold': Scaffold needs control, which FedAvg does not provide"
+        InputError,
+        match="'scaffold': Scaffold needs control, which FedAvg does not provide; "
+        "valid: aggregation 'scaffold'",
     ):
         build("scaffold", aggregation="fedavg")
     with pytest.raises(
         InputError,
-        match="'scaffold': Scaffold needs control_change, which FedProx does not provide",
+        match="'scaffold': Scaffold needs control_change, which FedProx does not provide; "
+        "valid: local 'scaffold'",
     ):
         build("scaffold", local="fedprox")
     usual = build("fedavg")
