@@ -52,8 +52,12 @@ class QFedAvg(Aggregation):
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Step along the reweighted differences, divided by the bound on the curvature."""
         loss = updates.reports["loss_before"] + _TINY
+        lr = updates.reports["lr"]
+        # With a learning rate of 0 clients have not moved, and L does not matter.
         constant = (
-            torch.full_like(loss, self.lipschitz) if self.lipschitz else 1 / updates.reports["lr"]
+            torch.full_like(loss, self.lipschitz)
+            if self.lipschitz
+            else torch.where(lr > 0, 1 / lr, 0.0)
         )
         # Divide every power by that of the largest loss, so that large q do not overflow. This does
         # not change the ratio.

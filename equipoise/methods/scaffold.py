@@ -23,7 +23,7 @@ class Scaffold(LocalRule, Aggregation):
     A client steps along ∇F_k(y) + c − c_k. Then c_k⁺ = c_k − c + (x − y)/(K η), after K steps with
     learning rate η. The server updates x by η_g times the mean of y − x, and c by |S|/N times the
     mean of c_k⁺ − c_k. For plain SGD, (x − y)/(K η) is the mean gradient; with momentum or Adam it
-    is the mean step divided by η.
+    is the mean step divided by η. With η = 0, c_k stays as it is.
 
     Parameters
     ----------
@@ -60,7 +60,9 @@ class Scaffold(LocalRule, Aggregation):
         drift = tree_map(
             lambda x, y: (x - y) / (client.steps * client.lr), client.received, client.params
         )
-        new = {name: old[name] - client.sent["control"][name] + drift[name] for name in old}
+        found = {name: old[name] - client.sent["control"][name] + drift[name] for name in old}
+        # With a learning rate of 0, x − y does not show the gradient.
+        new = tree_map(lambda c, before: torch.where(client.lr > 0, c, before), found, old)
         return {"control": new}, {"control_change": tree_map(torch.sub, new, old)}
 
     def begin(self, state: State, everyone: Cohort) -> State:

@@ -98,6 +98,14 @@ def test_l_follows_the_learning_rate_of_the_round():
     assert played.updates[1].reports["lr"].tolist() == [0.05] * 3
 
 
+def test_a_learning_rate_of_0_changes_nothing():
+    schedule = Schedule(kind="steps", at=(1,), factors=(0.0,))
+    how = {"steps": 2, "optimizer": Sgd(lr=0.1), "schedule": schedule}
+    played = play(build("qffl", q=2.0), targets(*TARGETS), scalar(1.0), [[0, 1, 2]] * 2, **how)
+    wanted = rounds_by_hand(1.0, q=2.0, lr=0.1, lipschitz=10.0, rounds=1)
+    assert weight(played.model) == pytest.approx(wanted, abs=1e-8)
+
+
 def test_q_zero_is_the_plain_mean():
     how = {"batch_size": 8, "epochs": 2, "optimizer": Sgd(lr=0.1, momentum=0.9)}
     fair = play(build("qffl", q=0.0), images(), batchnorm(), THREE_COHORTS, **how)

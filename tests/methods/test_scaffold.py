@@ -51,6 +51,17 @@ def memory_of(played, clients):
     ].numpy()
 
 
+def test_a_learning_rate_of_0_leaves_control_variates_as_they_are():
+    data = random_regression((7, 4, 9))
+    how = {"steps": 2, "batch_size": 64, "optimizer": Sgd(lr=0.1)}
+    schedule = Schedule(kind="steps", at=(1,), factors=(0.0,))
+    one = play(build("scaffold"), data, linear(), [[0, 1, 2]], **how)
+    two = play(build("scaffold"), data, linear(), [[0, 1, 2]] * 2, schedule=schedule, **how)
+    np.testing.assert_array_equal(memory_of(two, [0, 1, 2]), memory_of(one, [0, 1, 2]))
+    control = one.states[-1].server["control"]["head.weight"]
+    assert torch.equal(two.states[-1].server["control"]["head.weight"], control)
+
+
 @pytest.mark.parametrize("chunk", [1, 3])
 @pytest.mark.parametrize("server_lr", [1.0, 0.5])
 @pytest.mark.parametrize(
