@@ -50,9 +50,9 @@ def compare(
     -------
     dict
         ``values`` has the counts, the mean score and each of :data:`RATES` for each value.
-        ``worst_value`` and ``worst`` are the value with the worst score, and this score. Each of
-        :data:`FIGURES` follows. Rates without samples and figures of fewer than two values are
-        None.
+        ``worst_value`` and ``worst`` are the value with the worst score, the first by name if there
+        are several, and this score. Each of :data:`FIGURES` follows. Rates without samples and
+        figures of fewer than two values are None.
 
     Examples
     --------
@@ -88,7 +88,8 @@ def compare(
     }
     scored = {name: of[score] for name, of in values.items() if of[score] is not None}
     sign = 1 if higher_is_better else -1
-    worst = min(scored, key=lambda name: sign * scored[name], default=None)
+    # The order of values depends on which clients were evaluated together.
+    worst = min(scored, key=lambda name: (sign * scored[name], name), default=None)
     odds = None not in (differences["tpr"], differences["fpr"])
     return {
         "values": values,

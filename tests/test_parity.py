@@ -109,6 +109,13 @@ def test_equalised_odds_without_false_positives_have_the_ratio_of_tpr():
     assert compare({"f": women, "m": men})["equalized_odds_ratio"] == 0.5
 
 
+def test_of_equally_bad_values_the_first_by_name_is_the_worst():
+    bad, good = ({"n": 2, "scored": 2, "score_sum": hits} for hits in (1, 2))
+    for order in ("abc", "cba"):
+        given = {value: good if value == "a" else bad for value in order}
+        assert compare(given)["worst_value"] == "b"
+
+
 def test_a_score_that_should_be_low_has_the_highest_value_as_worst():
     counted = {
         "a": {"n": 2, "scored": 2, "score_sum": 1.0},
