@@ -8,7 +8,7 @@ values, meanings from their docstrings. ``equipoise explain training.schedule`` 
 from __future__ import annotations
 
 from equipoise.errors import unknown
-from equipoise.explain.keys import Setting, lacking, settings
+from equipoise.explain.keys import Setting, lacking, options_of_names, settings
 from equipoise.explain.markdown import page
 
 __all__ = ["Setting", "explain", "lacking", "page", "settings"]
@@ -20,8 +20,9 @@ def explain(key: str = "") -> list[Setting]:
     Parameters
     ----------
     key : str
-        Such as ``training.schedule``, or its end, ``schedule``; without one, all keys of the first
-        level.
+        Such as ``training.schedule``, or its end, ``schedule``. Also the name of a method, a model,
+        a source or a partition, such as ``ditto``, for its options; without one, all keys of the
+        first level.
 
     Returns
     -------
@@ -32,24 +33,41 @@ def explain(key: str = "") -> list[Setting]:
     --------
     >>> [setting.key for setting in explain("schedule")][:3]
     ['training.schedule', 'training.schedule.kind', 'training.schedule.decay']
+    >>> [setting.key for setting in explain("ditto")]
+    ['method', 'method.lam']
     """
     every = settings()
     if not key:
         return [setting for setting in every if "." not in setting.key]
-    ends = {setting.key for setting in every if setting.key.endswith(f".{key}")}
-    if not any(setting.key == key for setting in every):
-        if len(ends) > 1:
-            return [setting for setting in every if setting.key in ends]
-        key = ends.pop() if ends else key
-    found = [
-        setting for setting in every if setting.key == key or setting.key.startswith(f"{key}.")
-    ]
+    # The modules of all methods and models take a while to import; other keys do not need them.
+    section, dot, _ = key.partition(".")
+    named = options_of_names() if section in ("method", "model") or not dot else []
+    if key in ("method", "model"):
+        # Their options depend on the name, and are too many to list.
+        return [setting for setting in (*every, *named) if not setting.of and _below(setting, key)]
+    of_name = [setting for setting in (*every, *named) if key in setting.of.split(", ")]
+    found = [*(_with_key(every, key) or _with_key(named, key)), *of_name]
     if not found:
+        valid = {setting.key for setting in (*every, *named)}
         raise unknown(
             "key",
             key,
-            {setting.key for setting in every},
+            valid | {setting.of for setting in named if setting.of},
             where="experiments and studies",
             listed="equipoise explain --markdown",
         )
     return found
+
+
+def _with_key(given: list[Setting], key: str) -> list[Setting]:
+    """Return the settings with a key and those below it, else all keys with this end."""
+    ends = {setting.key for setting in given if setting.key.endswith(f".{key}")}
+    if not any(setting.key == key for setting in given):
+        if len(ends) > 1:
+            return [setting for setting in given if setting.key in ends]
+        key = ends.pop() if ends else key
+    return [setting for setting in given if _below(setting, key)]
+
+
+def _below(setting: Setting, key: str) -> bool:
+    return setting.key == key or setting.key.startswith(f"{key}.")

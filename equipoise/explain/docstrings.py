@@ -11,15 +11,24 @@ from typing import Any
 def descriptions_in(made_from: Any) -> dict[str, str]:
     """Return the descriptions of parameters and attributes in a docstring.
 
-    ``See `name`.`` is replaced by the description of that name in the same module.
+    Those of a class include the ones of its base classes. ``See `name`.`` is replaced by the
+    description of that name in the same module.
     """
-    found = _sections(inspect.getdoc(made_from) or "")
+    found: dict[str, str] = {}
+    for described in reversed(getattr(made_from, "__mro__", (made_from,))):
+        found |= _sections(inspect.getdoc(described) or "")
     for name, text in found.items():
         if seen := re.match(r"See `(\w+)`\.", text):
             there = getattr(sys.modules[made_from.__module__], seen[1], None)
             if there is not None and there is not made_from:
                 found[name] = descriptions_in(there).get(name, text)
     return found
+
+
+def summary_in(made_from: Any) -> str:
+    """Return the first paragraph of a docstring in one line."""
+    paragraph = (inspect.getdoc(made_from) or "").partition("\n\n")[0]
+    return _prose(" ".join(paragraph.split()))
 
 
 def choices_in(made_from: Any) -> dict[str, str]:

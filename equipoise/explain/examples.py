@@ -13,6 +13,8 @@ EXAMPLES: dict[str, Any] = {
     "imports": "equipoise",
     "method": "{name: fedprox, mu: 0.1}",
     "model": "{name: mlp, hidden: [64]}",
+    "model.source@pretrained": "google/vit-base-patch16-224",
+    "method.meta@grace": "method: {name: grace, meta: false, restore: false}",
     "start": "{path: runs/first, parts: features}",
     "start.path": "runs/first",
     "start.parts": "start: {path: runs/first, parts: features}",

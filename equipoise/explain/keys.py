@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
-from equipoise import config, data
+from equipoise import config, data, methods, models
 from equipoise.config import Experiment
 from equipoise.config.options import defaults_of, in_words, types_of
 from equipoise.config.origins import Origins
 from equipoise.data.augment import AUGMENTATIONS
 from equipoise.data.encode import encode_federation
 from equipoise.data.federate import federate
-from equipoise.explain.docstrings import choices_in, descriptions_in
+from equipoise.explain.docstrings import choices_in, descriptions_in, summary_in
 from equipoise.explain.examples import EXAMPLES, example_of, given_example, one_line, parsed
-from equipoise.explain.given import FIRST_LEVEL, KINDS, STUDY, TUNING_SET
+from equipoise.explain.given import FIRST_LEVEL, KINDS, METHOD, STUDY, TUNING_SET
 from equipoise.method import Method
 from equipoise.metrics import Metric
 from equipoise.optimizers import Adam, Sgd
@@ -83,19 +83,63 @@ def _all() -> Iterator[Setting]:
         elif (settings_class := _settings_in(types[key])) is not None:
             yield from _of(settings_class, key)
     for key in KEYS:
-        kind, meaning, example = STUDY[key]
-        yield Setting(
-            key,
-            kind,
-            None if key in ("base", "methods") else "",
-            meaning,
-            f"{key}: {example}",
-            of="studies",
-        )
+        kind, default, meaning, example = STUDY[key]
+        yield Setting(key, kind, default, meaning, f"{key}: {example}", of="studies")
     yield from _of(Tuning, "tuning", of="studies")
     yield Setting(
         "tuning.set", "keys with values", "{}", TUNING_SET, EXAMPLES["tuning.set"], of="studies"
     )
+
+
+def options_of_names() -> list[Setting]:
+    """Return the keys of ``method`` and ``model``, most of which depend on the name.
+
+    Returns
+    -------
+    list of Setting
+        The keys that all methods take, then every method, part of a method and model with its
+        options.
+
+    Examples
+    --------
+    >>> [setting.example for setting in options_of_names() if setting.of == "ditto"]
+    ['method: ditto', 'method: {name: ditto, lam: 1.0}']
+    """
+    return [*_methods(), *_models()]
+
+
+def _methods() -> Iterator[Setting]:
+    for option, (kind, meaning, example) in METHOD.items():
+        yield Setting(f"method.{option}", kind, "", meaning, f"method: {example}")
+    kind, default, _ = FIRST_LEVEL["method"]
+    for name in methods.names():
+        part = methods.part_class(name)
+        yield Setting("method", kind, default, summary_in(part), f"method: {name}", name)
+        yield from _of(part, "method", of=name, fixed={"name": name})
+    for slot in methods.SLOTS:
+        option = methods.option_of(slot)
+        kind, meaning, _ = METHOD[option]
+        for name in sorted(set(methods.fitting(slot)) - set(methods.names())):
+            part = methods.part_class(name)
+            example = f"method: {{name: fedavg, {option}: {name}}}"
+            yield Setting(f"method.{option}", kind, "", summary_in(part), example, name)
+            yield from _of(
+                part,
+                f"method.{option}",
+                of=name,
+                fixed={"name": name},
+                around={"method": {"name": "fedavg"}},
+            )
+
+
+def _models() -> Iterator[Setting]:
+    kind, default, _ = FIRST_LEVEL["model"]
+    for name in models.MODELS:
+        maker = models.maker_of(name)
+        yield Setting("model", kind, default, summary_in(maker), f"model: {name}", name)
+        yield from _of(
+            maker, "model", of=name, fixed={"name": name}, without=("shape", "classes", "seed")
+        )
 
 
 def _data() -> Iterator[Setting]:
@@ -205,6 +249,8 @@ def _defaults(made_from: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _plain(default: Any) -> str:
+    if isinstance(default, Method):
+        return default.name
     return (
         one_line(json.loads(json.dumps(to_plain(default))))
         if not isinstance(default, str)

@@ -59,9 +59,9 @@ def page() -> str:
         *_wrapped(
             "Every key of experiments and studies, with the values that are valid, the default, "
             "and an example. `equipoise explain training.schedule` prints the same in a terminal. "
-            "The options of methods are in their docstrings, those of models in "
-            "[models.md](models.md). This page is made from the code: `equipoise explain "
-            "--markdown > docs/settings.md`."
+            "`equipoise explain ditto` prints the options of the method `ditto`, and `equipoise "
+            "explain cnn2` those of the model `cnn2`; [models.md](models.md) lists the models. "
+            "This page is made from the code: `equipoise explain --markdown > docs/settings.md`."
         ),
     ]
     shown: dict[str, dict[str, list[Setting]]] = {}

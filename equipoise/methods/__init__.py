@@ -178,6 +178,17 @@ def slots_of(part: type[Part]) -> list[str]:
     return [slot for slot, kind in SLOTS.items() if issubclass(part, kind)]
 
 
+def option_of(slot: str) -> str:
+    """Return the option of a method that sets a slot.
+
+    Examples
+    --------
+    >>> option_of("sampler"), option_of("guard")
+    ('sampling', 'guard')
+    """
+    return _OPTION.get(slot, slot)
+
+
 def fitting(slot: str) -> list[str]:
     """List the names of the parts that can fill a slot of a method.
 
@@ -294,7 +305,7 @@ def make_part(value: Any, slot: str | None = None, *, extra: tuple[str, ...] = (
     >>> make_part({"name": "fedprox", "mu": 1.0})
     FedProx(mu=1.0)
     """
-    where = f"method.{_OPTION.get(slot, slot)}" if slot else "method"
+    where = f"method.{option_of(slot)}" if slot else "method"
     if isinstance(value, Part):
         part = value
     elif isinstance(value, (str, Mapping)):

@@ -67,7 +67,7 @@ class Tuning:
         The metric to optimize, such as ``sigma_clients`` (the lowest), ``jain`` (the highest), or
         ``ece.worst_group`` of a metric in ``evaluation.metrics``.
     tolerance : float
-        How much worse the mean may be.
+        How much worse than that of the study's first method the mean may be.
     selection : tuple of str
         The rules of :mod:`equipoise.study.selection` to compare, if groups are left out in turn.
 

@@ -18,9 +18,13 @@ def show_keys(found: Sequence[Setting]) -> None:
         of = f" (with {setting.of})" if setting.of else ""
         usual = f"default {setting.default}" if setting.default else "no default"
         default = "needed" if setting.default is None else usual
+        kind = setting.kind
+        if not any(other.key.startswith(f"{setting.key}.") for other in found):
+            kind = kind.replace("see below", f"see equipoise explain {setting.key}")
         console.print(
-            Text(setting.key, style="bold") + Text(f"{of}: {setting.kind}; {default}"),
+            Text(setting.key, style="bold") + Text(f"{of}: {kind}; {default}"),
             soft_wrap=True,
         )
         console.print(Padding(Text(setting.meaning.replace("`", "")), (0, 0, 0, 4), expand=False))
-        console.print(f"    example: {setting.example}", soft_wrap=True)
+        if setting.example:
+            console.print(f"    example: {setting.example}", soft_wrap=True)

@@ -48,5 +48,6 @@ def show_methods() -> None:
     console.print(table)
     console.print(
         "\nEvery method also takes weights, sampling, local, aggregation and guard: parts combine "
-        "freely."
+        "freely. `equipoise explain NAME` explains the hyper-parameters of a method, `equipoise "
+        "explain method` what every method takes."
     )
