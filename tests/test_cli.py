@@ -215,9 +215,12 @@ def test_the_tables_show_how_values_of_attributes_are_treated(call, tmp_path):
     lines = [line.split() for line in stdout.splitlines()]
     for value, rates in sex["values"].items():
         numbers = [f"{rates[name]:.3f}" for name in ("accuracy", "selection_rate", "tpr", "fpr")]
-        assert [value, "global,", "seen", str(rates["n"]), *numbers] in lines
+        counts = [str(rates["n"]), str(rates["scored"])]
+        assert [value, "global,", "seen", *counts, *numbers] in lines
     shown = {
-        line[0]: line[1:3] for line in lines if len(line) > 3 and line[0] in (*FIGURES, "withheld")
+        line[0]: line[1:3]
+        for line in lines
+        if len(line) > 3 and line[0] in (*FIGURES, "withheld", "without_targets")
     }
     for figure in FIGURES:
         values = [
@@ -226,6 +229,7 @@ def test_the_tables_show_how_values_of_attributes_are_treated(call, tmp_path):
         ]
         assert shown[figure] == ["–" if value is None else f"{value:.3f}" for value in values]
     assert shown["withheld"][0] == str(sex["withheld"])
+    assert shown["without_targets"][0] == str(sex["without_targets"]) != "0"
 
 
 def test_nothing_evaluated(call):

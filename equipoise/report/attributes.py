@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from html import escape
 from statistics import fmean
 from typing import Any
 
@@ -10,6 +11,7 @@ from equipoise.parity import FIGURES, RATES
 from equipoise.report.charts import Chart, Series
 from equipoise.report.comparison import Comparison
 from equipoise.report.html import (
+    Cell,
     Section,
     capital,
     details,
@@ -70,17 +72,19 @@ def _rates_table(record: RunRecord, part: Part, name: str, of: Mapping[str, Any]
             if any(value[rate] is not None for value in of["values"].values())
         ),
     )
-    rows = [
-        [value, f"{rate['n']:,}", *(number(rate[column]) for column in rates)]
-        for value, rate in of["values"].items()
-    ]
-    header = [name, "samples", *(_HEADERS.get(rate, rate) for rate in rates)]
+    rows = []
+    for value, rate in of["values"].items():
+        scored = [f"{rate.get('scored', 0):,}"] if of["without_targets"] else []
+        numbers = (number(rate[column]) for column in rates)
+        rows.append([value, f"{rate['n']:,}", *scored, *numbers])
+    counts = ["samples", "scored"] if of["without_targets"] else ["samples"]
+    header = [name, *counts, *(_HEADERS.get(rate, rate) for rate in rates)]
     return table(f"By {name}: {part.words}", header, rows)
 
 
 def _figures_table(part: Part, found: Mapping[str, Any]) -> str:
-    rows = [
-        [figure, *(number(of[figure]) for of in found.values()), said]
+    rows: list[list[str | Cell]] = [
+        [figure, *(number(of[figure]) for of in found.values()), Cell(escape(said), "long")]
         for figure, said in FIGURES.items()
         if any(of[figure] is not None for of in found.values())
     ]
@@ -88,7 +92,7 @@ def _figures_table(part: Part, found: Mapping[str, Any]) -> str:
         [
             "worst value",
             *(str(of["worst_value"] or "–") for of in found.values()),
-            "the value with the worst score",
+            Cell("the value with the worst score", "long"),
         ]
     )
     return table(
@@ -148,7 +152,10 @@ def _withheld(found: Mapping[str, Any]) -> str:
         if of["withheld"] or of["without_targets"]
     ]
     return (
-        paragraph(f"Counts of small cells are withheld by clients. {'; '.join(said)}.")
+        paragraph(
+            f"Counts of small cells are withheld by clients. {'; '.join(said)}. Accuracies and "
+            "rates are those of the other samples; – means that there are none."
+        )
         if said
         else ""
     )

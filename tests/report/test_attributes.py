@@ -48,6 +48,9 @@ def test_one_run_has_rates_by_value(runs):
             assert set(shown) == set(of["values"])
             for value, rates in of["values"].items():
                 assert shown[value]["samples"] == str(rates["n"])
+                assert ("scored" in shown[value]) == (of["without_targets"] > 0)
+                if "scored" in shown[value]:
+                    assert shown[value]["scored"] == str(rates.get("scored", 0))
                 expected = (
                     "–" if rates["selection_rate"] is None else f"{rates['selection_rate']:.3f}"
                 )

@@ -203,6 +203,13 @@ def _bars(
     return table
 
 
+_WITHHELD = {
+    "withheld": "samples whose counts do not leave their client, because they are few",
+    "without_targets": "further samples that are not scored, because few of them have one of the "
+    "targets (evaluation.min_cell)",
+}
+
+
 def _by_attribute(summary: dict[str, Any]) -> Iterator[Table]:
     """Show rates by value of attributes, and then differences between values."""
     parts = {
@@ -210,7 +217,9 @@ def _by_attribute(summary: dict[str, Any]) -> Iterator[Table]:
     }
     score = summary["score"]
     for name in dict.fromkeys(name for part in parts.values() for name in part):
-        columns = ("samples", score, *RATES)
+        fewer = any(part[name]["without_targets"] for part in parts.values() if name in part)
+        counts = ("samples", "scored") if fewer else ("samples",)
+        columns = (*counts, score, *RATES)
         table = new_table(
             f"\nby {name}: samples of all clients together",
             name,
@@ -222,8 +231,9 @@ def _by_attribute(summary: dict[str, Any]) -> Iterator[Table]:
             found = part.get(name, {"values": {}, "worst_value": None})
             for value, rates in found["values"].items():
                 worst = LEFT_BEHIND if value == found["worst_value"] else None
-                numbers = (number(rates[column]) for column in columns[1:])
-                table.add_row(value, label, str(rates["n"]), *numbers, style=worst)
+                sizes = [str(rates["n"]), str(rates.get("scored", 0))][: len(counts)]
+                numbers = (number(rates[column]) for column in (score, *RATES))
+                table.add_row(value, label, *sizes, *numbers, style=worst)
         yield table
     if parts:
         compared = {
@@ -240,10 +250,10 @@ def _by_attribute(summary: dict[str, Any]) -> Iterator[Table]:
                 *(number(found[figure]) for found in compared.values()),
                 Text(said, style="dim"),
             )
-        said = "samples whose counts do not leave their client, because they are few"
-        table.add_row(
-            "withheld",
-            *(str(found["withheld"]) for found in compared.values()),
-            Text(said, style="dim"),
-        )
+        for count, said in _WITHHELD.items():
+            table.add_row(
+                count,
+                *(str(found[count]) for found in compared.values()),
+                Text(said, style="dim"),
+            )
         yield table
