@@ -144,14 +144,16 @@ class Trial:
         )
 
     def _standard_error(self, results: Results, directory: Path, one: str, other: str) -> float:
-        """Return the standard error of the difference, over clients or, for few clients, seeds."""
+        """Return the standard error of the difference, over clients or, for few clients, seeds.
+
+        With a single seed it is over clients, however few they are.
+        """
         by_client = [self._by_client(results, directory, label) for label in (one, other)]
         common = sorted(by_client[0].keys() & by_client[1].keys())
-        if len(common) >= LEAST_CLIENTS:
+        ours, theirs = (results.values("base", label, self.by) for label in (one, other))
+        differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+        if len(common) >= LEAST_CLIENTS or len(differences) < 2:
             differences = [by_client[0][client] - by_client[1][client] for client in common]
-        else:
-            ours, theirs = (results.values("base", label, self.by) for label in (one, other))
-            differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
         if len(differences) < 2:
             return 0.0
         return float(np.std(differences, ddof=1) / np.sqrt(len(differences)))

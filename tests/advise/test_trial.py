@@ -136,6 +136,16 @@ def test_an_advice_is_supported_if_others_are_better_by_chance_only(tmp_path):
     )
 
 
+def test_few_clients_and_one_seed_are_compared_over_clients(tmp_path):
+    trial = trial_of(seeds=1)
+    gains = np.array([0.1, 0.8, 0.0, 0.0])
+    scores = {label: np.full(4, 0.2) for label in LABELS}
+    scores["feddyn"] = scores["fedavg"] + gains
+    verdict = trial.judge(Advice("average", ()), results_of(trial, tmp_path, scores), tmp_path)
+    assert verdict.standard_error == pytest.approx(np.std(gains, ddof=1) / 2)
+    assert (verdict.supported, verdict.pick) == (True, "feddyn")
+
+
 def test_an_advice_is_contradicted_if_another_family_is_clearly_better(tmp_path):
     trial = trial_of(seeds=1)
     scores = scored(fedavg=0.8)
