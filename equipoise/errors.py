@@ -27,6 +27,7 @@ def unknown(
     valid: Iterable[str],
     *,
     where: str | None = None,
+    of: str | None = None,
     listed: str | None = None,
 ) -> InputError:
     """Return the error for an unknown name. It suggests the most similar valid name.
@@ -41,6 +42,8 @@ def unknown(
         All valid names.
     where : str, optional
         Where the value came from: a file, a key, a command line option.
+    of : str, optional
+        What the valid names depend on, such as ``"method 'ditto'"``.
     listed : str, optional
         What lists all valid names, if there are too many for a message. Then the message names the
         nearest ones only.
@@ -58,7 +61,8 @@ def unknown(
     valid = sorted(valid)
     hint = near(str(name), valid, most=3 if listed else 1) or "."
     place = f" in {where}" if where else ""
-    rest = f"All are listed by: {listed}" if listed else f"Valid: {', '.join(valid)}"
+    valid_for = f"Valid with {of}" if of else "Valid"
+    rest = f"All are listed by: {listed}" if listed else f"{valid_for}: {', '.join(valid)}"
     return InputError(f"unknown {kind} {name!r}{place}{hint} {rest}")
 
 

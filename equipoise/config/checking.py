@@ -105,7 +105,8 @@ class Reader:
         for slot in ("sampling", "local", "aggregation", "view"):
             types[slot], special[slot] = Any, self.part
         types["guard"], special["guard"] = Any, self.guard
-        return {"name": name, **self.fields(options, types | {"weights": str}, path, special)}
+        types |= {"weights": str}
+        return {"name": name, **self.fields(options, types, path, special, of=f"method {name!r}")}
 
     def part(self, given: Any, path: str, slot: str | None = None) -> dict[str, Any]:
         """Check a part of a method and its options."""
@@ -138,9 +139,9 @@ class Reader:
         """Check the options of the data, and add the defaults."""
         name, options = self.named(given, "data", "data", data.SOURCES)
         recipe = data.recipe_of(name)
-        checked = self.fields(
-            options, types_of(data.load) | types_of(recipe), "data", {"partition": self.partition}
-        )
+        types = types_of(data.load) | types_of(recipe)
+        special = {"partition": self.partition}
+        checked = self.fields(options, types, "data", special, of=f"data {name!r}")
         defaults = defaults_of(data.load) | defaults_of(recipe) | {"seed": seed}
         for option, default in UNLESS_GIVEN.items():
             if option in defaults and defaults[option] == default:
@@ -161,7 +162,8 @@ class Reader:
         """Check the options of the model, and add the defaults."""
         name, options = self.named(given, "model", "model", models.MODELS, default=usual)
         types = types_of(models.maker_of(name))
-        return {"name": name, **models.defaults(name), **self.fields(options, types, "model")}
+        checked = self.fields(options, types, "model", of=f"model {name!r}")
+        return {"name": name, **models.defaults(name), **checked}
 
     def training(self, content: Mapping[str, Any], without: Sequence[str] = ()) -> Training:
         """Make the training settings, without some keys if these are checked later."""
@@ -309,8 +311,10 @@ class Reader:
         types: Mapping[str, Any],
         path: str,
         special: Mapping[str, Callable[[Any, str], Any]] | None = None,
+        *,
+        of: str | None = None,
     ) -> dict[str, Any]:
-        """Check the values of a mapping one by one."""
+        """Check the values of a mapping one by one. Messages say what the keys are options of."""
         if not isinstance(given, Mapping):
             raise InputError(
                 f"{self.origins.of(path)}: {path} must hold keys with values, got "
@@ -333,7 +337,7 @@ class Reader:
                         f"unknown key {inner!r} in {self.origins.of(inner)}; did you mean "
                         f"{meant!r}? Valid: {', '.join(sorted([*valid, meant]))}"
                     )
-                raise unknown("key", inner, valid, where=self.origins.of(inner))
+                raise unknown("key", inner, valid, where=self.origins.of(inner), of=of)
             checked[key] = (
                 special[key](value, inner)
                 if key in special
