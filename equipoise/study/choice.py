@@ -55,7 +55,8 @@ class Choice:
     Examples
     --------
     >>> Choice({"q": 0.1}, "sigma_clients", "val", 0, 0.01, 3, 2, 1, 0.9, 0.05, 0.91).words
-    'q: 0.1 (sigma_clients 0.05 on validation data, the best of 2 within the tolerance, among 3)'
+    'q: 0.1 (sigma_clients 0.05 on validation data; best of 3 tried, of which 2 have a mean within
+    the tolerance)'
     """
 
     values: Mapping[str, Any]
@@ -77,13 +78,18 @@ class Choice:
         data = "validation data" if self.split == "val" else f"{self.split} data"
         if not self.within_tolerance:
             return (
-                f"{written} (mean {self.mean:.4g} on {data}, the best of {self.among}; none is "
-                "within the tolerance)"
+                f"{written} (mean {self.mean:.4g} on {data}; the best mean of {self.among} tried, "
+                "because none is within the tolerance)"
             )
-        tied = f", with {self.tied - 1} equal" if self.tied > 1 else ""
+        within = (
+            f", of which {self.within_tolerance} have a mean within the tolerance"
+            if self.within_tolerance < self.among
+            else ""
+        )
+        tied = f"; the first of {self.tied} equally good" if self.tied > 1 else ""
         return (
-            f"{written} ({self.by} {self.value:.4g} on {data}, the best of {self.within_tolerance} "
-            f"within the tolerance{tied}, among {self.among})"
+            f"{written} ({self.by} {self.value:.4g} on {data}; best of {self.among} tried{within}"
+            f"{tied})"
         )
 
 

@@ -69,6 +69,11 @@ class Results:
         return f"sample standard deviation (n - 1) over {count} seed{'s' * (count > 1)}"
 
     @property
+    def caption(self) -> str:
+        """Describe the numbers in tables."""
+        return f"mean ± {self.spread}" if len(self.study.seeds) > 1 else "one seed"
+
+    @property
     def tables(self) -> tuple[str, ...]:
         """The labels that have a table: the settings, then those of means over folds."""
         return (*self.study.settings, *self.study.folds)

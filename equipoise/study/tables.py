@@ -159,7 +159,7 @@ def differences_as_csv(results: Results) -> str:
 def _tables(results: Results, setting: str) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """Yield title, header and rows of the tables of metrics and groups, with marks."""
     tables = {
-        f"{results.data(setting)}: mean ± {results.spread}": {
+        f"{results.data(setting)}: {results.caption}": {
             metric: metric for metric in results.study.metrics
         }
     }

@@ -54,7 +54,7 @@ def _metrics(results: Results, setting: str) -> Table:
     metrics = results.study.metrics
     header, first = _methods(results, setting, metrics)
     table = new_table(
-        f"\n{results.data(setting)}: mean ± {results.spread}",
+        f"\n{results.data(setting)}: {results.caption}",
         *header,
         *metrics,
         numbers=len(metrics),
