@@ -17,6 +17,7 @@ from equipoise.data.partition import Dirichlet, Natural
 from equipoise.data.source import Source
 from equipoise.errors import InputError
 from equipoise.federation_checks import label_gap
+from equipoise.text import printable
 
 
 def arrays(
@@ -162,7 +163,8 @@ def _read(path: str, option: str) -> NDArray[Any]:
         with open(path, "rb") as file:
             if file.read(2) not in (b"\x93N", b"PK"):
                 # NumPy takes such a file for a pickle, and suggests to load it as one.
-                raise EOFError("it is not a NumPy file")
+                table = "; docs/data.md shows how to convert a table" * path.endswith(".csv")
+                raise EOFError(f"it is not a NumPy file{table}")
         array = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         missing = isinstance(error, FileNotFoundError) and not Path(path).is_absolute()
@@ -172,9 +174,11 @@ def _read(path: str, option: str) -> NDArray[Any]:
             f"{valid}{where}"
         ) from error
     if not isinstance(array, np.ndarray):
+        names = ", ".join(map(printable, array.files[:10]))
         array.close()
         raise InputError(
-            f"{path} (data.{option}) holds several arrays; valid: a file of numpy.save"
+            f"{path} (data.{option}) holds several arrays ({names}); valid: a file of numpy.save "
+            "with one of them"
         )
     if not array.ndim:
         raise InputError(
