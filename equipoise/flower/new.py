@@ -50,6 +50,14 @@ server = server_app(EXPERIMENT)
 client = client_app(EXPERIMENT)
 '''
 
+# What the configuration of a node contains, and how nodes differ, if not by the client's number.
+_NODES = {
+    "silos": (
+        'data="/srv/clinic-0"',
+        "the directory of its own data, whose name ends in the client's\nnumber",
+    )
+}
+
 _PROJECT = Template(
     """[build-system]
 requires = ["hatchling"]
@@ -98,9 +106,10 @@ Start the SuperLink and the SuperNodes with
     equipoise flower superlink --host 0.0.0.0 --ssl-ca-certfile ca.crt \\
         --ssl-certfile server.pem --ssl-keyfile server.key
     equipoise flower supernode --superlink HOST:8000 --root-certificates ca.crt \\
-        --node-config 'client=0'
+        --node-config '$node'
 
-Start one SuperNode for each client, each with a different number. These are Flower's own commands
+Start one SuperNode for each client, each with $differing.
+These are Flower's own commands
 (`flwr run`, `flower-superlink`, `flower-supernode`), with telemetry, update check and installation
 of dependencies turned off. Equipoise's `docs/flower.md` describes a deployment step by step.
 """
@@ -158,12 +167,15 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
         text = _with_clients(text, yaml_from(text), clients)
         imports = {"imports": content["imports"]} if "imports" in content else {}
         experiment_from({**yaml_from(text), **imports}, str(experiment))
+    node, differing = _NODES.get(read.data["name"], ("client=0", "a different number"))
     facts = {
         "name": name,
         "method": read.method.name,
         "data": read.data["name"],
         "version": version("equipoise"),
         "clients": clients,
+        "node": node,
+        "differing": differing,
     }
     if read.method.guard is None and read.method.local.keeps != "all":
         text = text.rstrip("\n") + "\n" + _GUARD.substitute(facts)
