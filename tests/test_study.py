@@ -1123,7 +1123,7 @@ def test_values_are_chosen_on_validation_data(tmp_path):
     other = replace(results.study, tuning=replace(results.study.tuning, by="worst_group"))
     chosen = Results(other, results.summaries, {}).chosen("base")
     assert chosen["ditto"] == {"lam": max(served, key=served.__getitem__)}
-    assert results.markdown().startswith("**base, validation data: mean ± ")
+    assert results.markdown().startswith("**base, validation data: one seed**")
     test_mean = score_by_hand(tmp_path / "base" / "fedavg" / "seed3", model="global", metric="mean")
     assert test_mean != reference
 
@@ -1542,7 +1542,7 @@ def test_compare_tunes(tmp_path, monkeypatch, capsys):
         f"chosen for tilted: t: {chosen['tilted']['t']}, tilts: {chosen['tilted']['tilts']}"
         in stdout
     )
-    assert "base, validation data: mean" in stdout
+    assert "base, validation data: one seed" in stdout
 
 
 def test_compare_ends_with_1_when_a_run_failed(tmp_path, monkeypatch, capsys):
