@@ -1524,7 +1524,7 @@ def test_compare_shows_folds_and_differences(tmp_path, monkeypatch, capsys):
     assert code == 0
     words = " ".join(stdout.split())
     assert results.about_differences("base") in words
-    assert "plain left out: mean ± sample standard deviation" in words
+    assert "plain left out: one seed" in words
     rows = [re.split(r"\s{2,}", line.strip()) for line in stdout.splitlines()]
     cells = [results.difference("base", "fedprox", metric).cell for metric in FOLDS["metrics"]]
     assert ["fedprox", *cells] in rows

@@ -54,7 +54,7 @@ client = client_app(EXPERIMENT)
 _NODES = {
     "silos": (
         'data="/srv/clinic-0"',
-        "the directory of its own data, whose name ends in the client's\nnumber",
+        "the directory of its own data, whose name ends in the client's number",
     )
 }
 
@@ -108,10 +108,12 @@ Start the SuperLink and the SuperNodes with
     equipoise flower supernode --superlink HOST:8000 --root-certificates ca.crt \\
         --node-config '$node'
 
-Start one SuperNode for each client, each with $differing.
-These are Flower's own commands
-(`flwr run`, `flower-superlink`, `flower-supernode`), with telemetry, update check and installation
-of dependencies turned off. Equipoise's `docs/flower.md` describes a deployment step by step.
+Start one SuperNode for each client, each with
+$differing.
+
+These are Flower's own commands (`flwr run`, `flower-superlink`, `flower-supernode`), with
+telemetry, update check and installation of dependencies turned off. Equipoise's `docs/flower.md`
+describes a deployment step by step.
 """
 )
 
