@@ -58,9 +58,9 @@ def silos(
 
     Examples
     --------
-    >>> silos(root="nowhere")
+    >>> silos(root="/nowhere")
     Traceback (most recent call last):
-    equipoise.errors.InputError: no client's directory with data.npz in nowhere (root='nowhere')
+    equipoise.errors.InputError: no client's directory with data.npz in /nowhere (root='/nowhere')
     """
     tasks.build(task)
     if classes is not None:
@@ -69,7 +69,8 @@ def silos(
     found = [path.parent for path in folder.glob(f"*/{ARRAYS}")]
     if not found:
         origin = f" (root={root!r})" if root else ""
-        raise InputError(f"no client's directory with {ARRAYS} in {folder}{origin}")
+        start = "" if folder.is_absolute() else f"; relative paths start in {Path.cwd()}"
+        raise InputError(f"no client's directory with {ARRAYS} in {folder}{origin}{start}")
     return _source(sorted(found, key=_in_order), classes, task)
 
 
@@ -124,9 +125,9 @@ def recipe(
 
     Examples
     --------
-    >>> recipe(seed=0, root="nowhere")
+    >>> recipe(seed=0, root="/nowhere")
     Traceback (most recent call last):
-    equipoise.errors.InputError: no client's directory with data.npz in nowhere (root='nowhere')
+    equipoise.errors.InputError: no client's directory with data.npz in /nowhere (root='/nowhere')
     """
     return silos(root=root, classes=classes, task=task), Natural(1)
 
