@@ -153,8 +153,8 @@ def _withheld(found: Mapping[str, Any]) -> str:
     ]
     return (
         paragraph(
-            f"Counts of small cells are withheld by clients. {'; '.join(said)}. Accuracies and "
-            "rates are those of the other samples; – means that there are none."
+            f"Counts of small cells are withheld by clients. {'; '.join(said)}. Scores and rates "
+            "are those of the other samples; – means that there are none."
         )
         if said
         else ""
