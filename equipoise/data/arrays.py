@@ -163,8 +163,9 @@ def _read(path: str, option: str) -> NDArray[Any]:
         with open(path, "rb") as file:
             if file.read(2) not in (b"\x93N", b"PK"):
                 # NumPy takes such a file for a pickle, and suggests to load it as one.
-                table = "; docs/data.md shows how to convert a table" * path.endswith(".csv")
-                raise EOFError(f"it is not a NumPy file{table}")
+                is_table = path.endswith(".csv")
+                advice = "; docs/data.md shows how to convert a table" if is_table else ""
+                raise EOFError(f"it is not a NumPy file{advice}")
         array = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         missing = isinstance(error, FileNotFoundError) and not Path(path).is_absolute()

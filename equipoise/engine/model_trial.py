@@ -196,9 +196,12 @@ class _Trial:
                 )
         for name, (tensor, version) in self._shared().items():
             old, old_version = shared.get(name, (tensor, version))
-            # A mask that is made anew for samples of another size is no change.
-            same_size = tensor.shape == old.shape
-            if version != old_version if tensor is old else same_size and not tensor.equal(old):
+            if tensor is old:
+                changed = version != old_version
+            else:
+                # A mask that is made anew for samples of another size is no change.
+                changed = tensor.shape == old.shape and not tensor.equal(old)
+            if changed:
                 raise InputError(
                     f"the model changes {name} in its forward pass, but all clients share this "
                     "tensor; valid: a persistent buffer of floating point numbers that is "

@@ -118,7 +118,7 @@ def _methods() -> Iterator[Setting]:
         yield from _of(part, "method", of=name, fixed={"name": name})
     for slot in methods.SLOTS:
         option = methods.option_of(slot)
-        kind, meaning, _ = METHOD[option]
+        kind, *_ = METHOD[option]
         for name in sorted(set(methods.fitting(slot)) - set(methods.names())):
             part = methods.part_class(name)
             example = f"method: {{name: fedavg, {option}: {name}}}"

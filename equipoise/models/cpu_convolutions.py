@@ -7,6 +7,7 @@ the arithmetic. A product of weights and patches needs none. Results differ by r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -20,6 +21,8 @@ from equipoise.models import cpu_products
 # Copies of fewer weights cost little, and so do copies of weights that are used at many positions.
 # Measured with the layers of ResNet-18 and batches of 4 to 32 images.
 _FEWEST_WEIGHTS, _WEIGHTS_TO_PATCHES = 1_000_000, 2
+
+Operation = Callable[[Tensor], Tensor]
 
 
 def convolve(
@@ -60,7 +63,7 @@ def convolve(
     # Weights and patches have a row per result and per position, which are equally long.
     if not 0 < _WEIGHTS_TO_PATCHES * len(x) * height * width <= len(weight):
         return F.conv2d(x, weight, bias, stride, padding)
-    patches = Patches.apply(x, windows)
+    patches = Adjoint.apply(x, windows.cut, windows.fold)
     made: Tensor = cpu_products.Product.apply(weight.flatten(1), patches, None)
     y = made.unflatten(1, (height, width, len(x))).permute(3, 0, 1, 2).contiguous()
     return y if bias is None else y + bias.view(-1, 1, 1)
@@ -68,7 +71,7 @@ def convolve(
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows through which a convolution sees its images.
+    """The windows of images that a convolution reads.
 
     Parameters
     ----------
@@ -105,7 +108,10 @@ class Windows:
         return windows.permute(0, 4, 5, 1, 2, 3).flatten(0, 2).flatten(1).mT
 
     def fold(self, patches: Tensor) -> Tensor:
-        """Add the numbers of patches up where windows overlap, and return images."""
+        """Add the numbers of patches up where windows overlap, and return images.
+
+        This is the adjoint of :meth:`cut`.
+        """
         samples, channels, height, width = self.images
         (top, left), (high, wide) = self.padding, self.positions
         shares = patches.unflatten(1, (channels, *self.kernel))
@@ -121,33 +127,17 @@ class Windows:
         return images.permute(2, 3, 0, 1).contiguous()
 
 
-class Patches(torch.autograd.Function):
-    """The patches of images. The gradient by the images is made by :class:`Folded`."""
+class Adjoint(torch.autograd.Function):
+    """A linear operation whose gradient is made by its adjoint, and the other way round."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, windows: Windows) -> Tensor:
-        """Cut images into patches."""
-        ctx.windows = windows
-        return windows.cut(x)
+    def forward(ctx: Any, x: Tensor, operation: Operation, adjoint: Operation) -> Tensor:
+        """Carry out the operation."""
+        ctx.operation, ctx.adjoint = operation, adjoint
+        return operation(x)
 
     @staticmethod
-    def backward(ctx: Any, upper: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient by the images."""
-        made: Tensor = Folded.apply(upper, ctx.windows)
-        return made, None
-
-
-class Folded(torch.autograd.Function):
-    """The images that patches add up to. Its gradient consists of :class:`Patches`."""
-
-    @staticmethod
-    def forward(ctx: Any, patches: Tensor, windows: Windows) -> Tensor:
-        """Add the numbers of patches up."""
-        ctx.windows = windows
-        return windows.fold(patches)
-
-    @staticmethod
-    def backward(ctx: Any, upper: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient by the patches."""
-        made: Tensor = Patches.apply(upper, ctx.windows)
-        return made, None
+    def backward(ctx: Any, upper: Tensor) -> tuple[Tensor, None, None]:
+        """Carry out its adjoint."""
+        made: Tensor = Adjoint.apply(upper, ctx.adjoint, ctx.operation)
+        return made, None, None
