@@ -70,7 +70,7 @@ def chunk_by_rule(network: Network, batch_size: int, *, tf32: bool = False) -> i
         # One client's convolution already fills a CPU, and the grouped form that stacking needs is
         # slower there.
         most = min(_CPU_STACKED_PARAMETERS // parameters, _CPU_STACKED_ACTIVATIONS // activations)
-        return 1 if _convolves(network) else max(1, most)
+        return 1 if _convolves(network) or _has_fast_lstm(network) else max(1, most)
     memory = torch.cuda.get_device_properties(network.device).total_memory
     return chunk_on_gpu(
         parameters, activations, memory, _arithmetic(network, tf32), network.dtype.itemsize
@@ -190,6 +190,13 @@ def _within_memory(network: Network, activations: int) -> int:
 
 def _convolves(network: Network) -> bool:
     return any(isinstance(layer, nn.modules.conv._ConvNd) for layer in network.module.modules())
+
+
+def _has_fast_lstm(network: Network) -> bool:
+    """Return whether a CPU trains recurrent layers faster one client at a time."""
+    in_float32 = network.dtype == torch.float32 and network.autocast is None
+    layers = network.module.modules()
+    return in_float32 and any(getattr(layer, "faster_alone", False) for layer in layers)
 
 
 def fastest(candidates: Sequence[int], seconds_of: Callable[[int], float]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,7 @@ from equipoise.engine.stacked import StackedEngine
 from equipoise.methods import build
 from equipoise.models.base import Model
 from equipoise.models.frozen import Frozen
+from equipoise.models.recurrent import Lstm
 from tests.engine.federations import SIZES, images
 
 SHAPE = (1, 8, 8)
@@ -33,6 +36,20 @@ class Mean(nn.Module):
 
     def forward(self, x):
         return x.mean(1)
+
+
+class Sequence(nn.Module):
+    """Four numbers of the last output of a recurrent layer that reads the rows of an image."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        rows = x.flatten(1, 2)
+        if isinstance(self.layer, Lstm):
+            return self.layer(rows)[:, :4]
+        return self.layer(rows.transpose(0, 1))[0][-1, :, :4]
 
 
 def wide(width):
@@ -87,6 +104,28 @@ def test_activations_of_a_step_are_bounded(batch_size):
     assert engine.chunk == min(PARAMETERS // parameters, STEP // (samples * activations))
     assert (engine.chunk == PARAMETERS // parameters) == (batch_size == 4)
     assert chunk_by_rule(engine.network, 10**9) == 1
+
+
+@pytest.mark.parametrize(
+    ("layer", "alone"),
+    [
+        (nn.LSTM(8, 64), True),
+        (nn.LSTM(8, 64, bidirectional=True), True),
+        (Lstm(8, 64), True),
+        (nn.LSTM(8, 63), False),
+        (Lstm(8, 63), False),
+        (nn.LSTM(8, 64, num_layers=2, dropout=0.1), False),
+        (nn.LSTM(8, 64, proj_size=4), False),
+        (nn.GRU(8, 64), False),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("precision", ["float32", "float64", "bfloat16"])
+def test_a_cpu_trains_wide_lstms_one_by_one(layer, alone, precision):
+    """Others are slower alone, and oneDNN is used in float32 only."""
+    model = Model(Sequence(copy.deepcopy(layer)), nn.Linear(4, 4))
+    engine = engine_of(model, precision=precision)
+    assert (engine.chunk == 1) == (alone and precision == "float32")
 
 
 def test_a_chunk_that_is_given_is_used_as_it_is():

@@ -54,23 +54,38 @@ def pair(*, length, vocabulary=11, classes=11, embedding=3, hidden=6, layers=2):
     "sizes", [{"hidden": 256, "embedding": 8, "vocabulary": 80, "classes": 80}, {"classes": 5}]
 )
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_outputs_and_gradients_are_those_of_pytorchs_lstm(layers, sizes):
+@pytest.mark.parametrize("stacked", [False, True])
+def test_outputs_and_gradients_are_those_of_pytorchs_lstm(stacked, layers, sizes):
+    """A single client uses PyTorch's own loop, stacked ones matrix products."""
     ours, theirs = pair(length=80, layers=layers, **sizes)
     x = numbers(4, 80, high=sizes.get("vocabulary", 11))
     y = numbers(4, high=sizes["classes"])
-    found, wanted = ours(x), theirs(x)
+    parameters = dict(ours.named_parameters())
+    if stacked:
+        alone = {name: p.unsqueeze(0) for name, p in parameters.items()}
+        found = vmap(lambda given: functional_call(ours, given, (x,)))(alone).squeeze(0)
+    else:
+        found = ours(x)
+    wanted = theirs(x)
     assert float((found - wanted).detach().abs().max()) < 1e-12
-    for output in (found, wanted):
-        nn.functional.cross_entropy(output, y).backward()
     ours_by_order, theirs_by_order = (
-        [p.grad for p in model.parameters()] for model in (ours, theirs)
+        torch.autograd.grad(nn.functional.cross_entropy(output, y), list(of))
+        for output, of in ((found, parameters.values()), (wanted, theirs.parameters()))
     )
     for mine, other in zip(ours_by_order, theirs_by_order, strict=True):
         assert float((mine - other).abs().max()) < 1e-12
         assert float(other.abs().max()) > 1e-9
 
 
-def test_one_step_by_hand():
+def test_a_single_client_in_float32_has_the_outputs_of_stacked_ones():
+    layer, x = Lstm(8, 64, layers=2), torch.randn(5, 20, 8)
+    alone = {name: p.detach().unsqueeze(0) for name, p in layer.named_parameters()}
+    stacked = vmap(lambda given: functional_call(layer, given, (x,)))(alone)[0]
+    assert float((layer(x) - stacked).detach().abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_one_step_by_hand(stacked):
     layer = Lstm(1, 1).double()
     with torch.no_grad():
         for name, values in {
@@ -92,9 +107,9 @@ def test_one_step_by_hand():
         leave = sigmoid(4 * value + output + 0.4)
         cell = keep * cell + enter * new
         output = leave * math.tanh(cell)
-    assert layer(torch.tensor([[[0.3], [-0.2]]], dtype=torch.float64)).item() == pytest.approx(
-        output, rel=1e-12
-    )
+    x = torch.tensor([[[0.3], [-0.2]]], dtype=torch.float64)
+    found = vmap(layer)(x.unsqueeze(0)) if stacked else layer(x)
+    assert found.item() == pytest.approx(output, rel=1e-12)
 
 
 def test_embedding_is_a_look_up():
