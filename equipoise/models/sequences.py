@@ -105,8 +105,7 @@ class Recurrent(nn.Module):
                 "a batch of sequences, with three dimensions"
             )
         rate = self._rate()
-        # PyTorch warns that oneDNN has no projections.
-        if not rate and not self.proj_size and is_alone_on_cpu(input):
+        if not rate and is_alone_on_cpu(input):
             return self._at_once(input, hx)
         steps = input.transpose(0, 1) if self.batch_first else input
         states = self._first_states(steps, hx)

@@ -121,6 +121,7 @@ def test_activations_of_a_step_are_bounded(batch_size):
     ids=repr,
 )
 @pytest.mark.parametrize("precision", ["float32", "float64", "bfloat16"])
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 def test_a_cpu_trains_wide_lstms_one_by_one(layer, alone, precision):
     """Others are slower alone, and oneDNN is used in float32 only."""
     model = Model(Sequence(copy.deepcopy(layer)), nn.Linear(4, 4))
