@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from equipoise.errors import InputError
-from equipoise.models import cpu_products
 from equipoise.models.dropout import dropped
 from equipoise.models.passes import current_pass, next_key
 from equipoise.models.recurrent import alone_is_faster, is_alone_on_cpu, steps_of_layer
@@ -72,12 +71,10 @@ class Recurrent(nn.Module):
     def faster_alone(self) -> bool:
         """Whether a CPU trains clients faster one by one than stacked.
 
-        oneDNN computes LSTM layers without projection and dropout. The loops of other layers are
-        slower than stacked products.
+        oneDNN computes LSTM layers without projection. PyTorch's loops of other layers are slower
+        than stacked products.
         """
-        drops = self.dropout and self.num_layers > 1
-        at_once = self.mode == "LSTM" and not self.proj_size and not drops
-        return at_once and alone_is_faster(self.hidden_size)
+        return self.mode == "LSTM" and not self.proj_size and alone_is_faster(self.hidden_size)
 
     def flatten_parameters(self) -> None:
         """Do nothing. Models call this method of PyTorch's layers, which arranges memory."""
@@ -104,26 +101,58 @@ class Recurrent(nn.Module):
                 f"a recurrent layer is called with a tensor of shape {tuple(input.shape)}; valid: "
                 "a batch of sequences, with three dimensions"
             )
-        rate = self._rate()
-        if not rate and is_alone_on_cpu(input):
-            return self._at_once(input, hx)
         steps = input.transpose(0, 1) if self.batch_first else input
-        states = self._first_states(steps, hx)
+        states, rate = self._first_states(steps, hx), self._rate()
+        run = self._by_pytorch if is_alone_on_cpu(input) else self._by_products
+        outputs, ends = run(steps, states, rate)
+        outputs = outputs.transpose(0, 1) if self.batch_first else outputs
+        return outputs, ends if self.mode == "LSTM" else ends[0]
+
+    def _by_pytorch(
+        self, steps: Tensor, states: tuple[Tensor, ...], rate: float
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Use PyTorch's own function: once, or for each layer if there is dropout between them."""
+        every = range(self.num_layers)
+        ends = []
+        for layers in [every[layer : layer + 1] for layer in every] if rate else [every]:
+            if layers.start:
+                steps = self._dropped(steps, rate)
+            weights = [
+                tensor
+                for layer in layers
+                for way in range(self._ways)
+                for tensor in self._weights(layer, way)
+                if tensor is not None
+            ]
+            rows = slice(layers.start * self._ways, layers.stop * self._ways)
+            first = tuple(state[rows] for state in states)
+            given = first if self.mode == "LSTM" else first[0]
+            settings = (self.bias, len(layers), 0.0, False, self.bidirectional, False)
+            steps, *last = getattr(torch, self.mode.lower())(steps, given, weights, *settings)
+            ends.append(last)
+        return steps, tuple(torch.cat(parts) for parts in zip(*ends, strict=True))
+
+    def _by_products(
+        self, steps: Tensor, states: tuple[Tensor, ...], rate: float
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Use matrix products, which can be stacked."""
         last: list[tuple[Tensor, ...]] = []
         for layer in range(self.num_layers):
             if layer and rate:
                 steps = self._dropped(steps, rate)
             ways = []
-            for way in range(2 if self.bidirectional else 1):
+            for way in range(self._ways):
                 outputs, final = self._layer(
                     steps, layer, way, tuple(state[len(last)] for state in states)
                 )
                 ways.append(outputs)
                 last.append(final)
             steps = torch.cat(ways, -1) if self.bidirectional else ways[0]
-        ends = tuple(torch.stack(parts) for parts in zip(*last, strict=True))
-        outputs = steps.transpose(0, 1) if self.batch_first else steps
-        return outputs, ends if self.mode == "LSTM" else ends[0]
+        return steps, tuple(torch.stack(parts) for parts in zip(*last, strict=True))
+
+    @property
+    def _ways(self) -> int:
+        return 2 if self.bidirectional else 1
 
     def _rate(self) -> float:
         """Return the probability of dropout in this pass."""
@@ -145,7 +174,7 @@ class Recurrent(nn.Module):
     def _first_states(self, steps: Tensor, hx: Any) -> tuple[Tensor, ...]:
         if hx is not None:
             return hx if isinstance(hx, tuple) else (hx,)
-        count, samples = self.num_layers * (2 if self.bidirectional else 1), steps.shape[1]
+        count, samples = self.num_layers * self._ways, steps.shape[1]
         sizes = [self.proj_size or self.hidden_size, self.hidden_size][
             : 2 if self.mode == "LSTM" else 1
         ]
@@ -165,7 +194,7 @@ class Recurrent(nn.Module):
         at_once = self.mode == "LSTM" and weight_hr is None
         bias = bias_ih + bias_hh if at_once and bias_ih is not None else bias_ih  # type: ignore[operator]
         # What does not depend on the step before is one product for all steps.
-        driven = cpu_products.linear(steps.flatten(0, 1), weight_ih, bias)  # type: ignore[arg-type]
+        driven = F.linear(steps.flatten(0, 1), weight_ih, bias)  # type: ignore[arg-type]
         driven = driven.unflatten(0, steps.shape[:2])
         if at_once:
             ordered = driven.flip(0) if way else driven
@@ -195,18 +224,3 @@ class Recurrent(nn.Module):
             share = (update + update_by).sigmoid()
             return ((1 - share) * candidate + share * state[0],)
         return (_ACTIVATIONS[self.mode](drive + recurrent),)
-
-    def _at_once(self, input: Tensor, hx: Any) -> tuple[Tensor, Any]:
-        """Compute all layers and steps with PyTorch's own function."""
-        every = [
-            tensor
-            for layer in range(self.num_layers)
-            for way in range(2 if self.bidirectional else 1)
-            for tensor in self._weights(layer, way)
-            if tensor is not None
-        ]
-        states = self._first_states(input.transpose(0, 1) if self.batch_first else input, hx)
-        given = states if self.mode == "LSTM" else states[0]
-        settings = (self.bias, self.num_layers, 0.0, False, self.bidirectional, self.batch_first)
-        outputs, *last = getattr(torch, self.mode.lower())(input, given, every, *settings)
-        return outputs, tuple(last) if self.mode == "LSTM" else last[0]

@@ -109,12 +109,12 @@ def test_activations_of_a_step_are_bounded(batch_size):
 @pytest.mark.parametrize(
     ("layer", "alone"),
     [
-        (nn.LSTM(8, 64), True),
+        (nn.LSTM(8, 32), True),
         (nn.LSTM(8, 64, bidirectional=True), True),
-        (Lstm(8, 64), True),
-        (nn.LSTM(8, 63), False),
-        (Lstm(8, 63), False),
-        (nn.LSTM(8, 64, num_layers=2, dropout=0.1), False),
+        (Lstm(8, 32), True),
+        (nn.LSTM(8, 31), False),
+        (Lstm(8, 31), False),
+        (nn.LSTM(8, 64, num_layers=2, dropout=0.1), True),
         (nn.LSTM(8, 64, proj_size=4), False),
         (nn.GRU(8, 64), False),
     ],
