@@ -258,7 +258,7 @@ def read_npz(path: Path, names: Sequence[str], texts: Sequence[str] = ()) -> lis
     >>> [array.shape for array in read_npz(path, ["x", "y"])]
     [(2, 3), (2,)]
     """
-    wanted = " and ".join(names)
+    wanted = " and ".join(names or texts)
     try:
         with zipfile.ZipFile(path) as archive:
             every = [*names, *texts]

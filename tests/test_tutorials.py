@@ -95,7 +95,7 @@ def test_the_commands_of_the_first_report(folder):
 
 
 def test_two_files_are_enough(folder):
-    (inline,) = re.findall(r"`(data: \{.*?\})`", FIRST.read_text(), re.DOTALL)
+    (inline,) = re.findall(r"`(data: \{name: arrays.*?\})`", FIRST.read_text(), re.DOTALL)
     given = {**yaml.safe_load(experiment(0)), **yaml.safe_load(inline)}
     Path("experiment.yaml").write_text(yaml.safe_dump(given))
     told("run", "experiment.yaml", "--out", "run", code=0)

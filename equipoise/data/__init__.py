@@ -64,6 +64,7 @@ SOURCES: Registry = {
     "leaf": "equipoise.data.leaf:recipe",
     "shakespeare": "equipoise.data.shakespeare:recipe",
     "arrays": "equipoise.data.arrays:recipe",
+    "table": "equipoise.data.table:recipe",
     "silos": "equipoise.data.silos:recipe",
     "imagefolder": "equipoise.data.imagefolder:recipe",
     "ellipses": "equipoise.data.ellipses:recipe",

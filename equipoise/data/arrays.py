@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from equipoise import tasks
-from equipoise.arrays import refuse_missing_ids
+from equipoise.arrays import names_in, read_npz, refuse_missing_ids
 from equipoise.attributes import Attribute
 from equipoise.checks import count
-from equipoise.data.partition import Dirichlet, Natural
+from equipoise.data.files import working_directory
+from equipoise.data.partition import Dirichlet, Iid, Natural
 from equipoise.data.source import Source
 from equipoise.errors import InputError
 from equipoise.federation_checks import label_gap
@@ -30,7 +31,10 @@ def arrays(
     classes: int | None = None,
     task: str = "classification",
 ) -> Source:
-    """Read samples from ``.npy`` files with one row per sample.
+    """Read samples from ``.npy`` and ``.npz`` files with one row per sample.
+
+    Of an ``.npz`` file with several arrays, an option reads the array with its own name: ``x``,
+    ``y``, ``clients``, ``groups`` or the name of the attribute. So one file may hold all of them.
 
     Parameters
     ----------
@@ -123,7 +127,7 @@ def recipe(
     attributes: dict[str, str] | None = None,
     classes: int | None = None,
     task: str = "classification",
-) -> tuple[Source, Natural | Dirichlet]:
+) -> tuple[Source, Natural | Dirichlet | Iid]:
     """Return the samples and their partition.
 
     Parameters
@@ -136,14 +140,15 @@ def recipe(
     Returns
     -------
     tuple of Source and Partition
-        Without ``clients``, samples are divided among ten clients by ``Dirichlet(beta=0.5)``.
+        Without ``clients``, see `usual_partition`.
 
     Examples
     --------
     >>> recipe(seed=0, x="nowhere.npy", y="y.npy")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     equipoise.errors.InputError: cannot read nowhere.npy (data.x): No such file or directory; valid:
-    a file of numpy.save, without Python objects; relative paths start in the working directory, ...
+    a file of numpy.save or numpy.savez, without Python objects; relative paths start in the working
+    directory, ...
     """
     source = arrays(
         x=x,
@@ -154,38 +159,72 @@ def recipe(
         classes=classes,
         task=task,
     )
-    return source, Natural(1) if clients is not None else Dirichlet(clients=10, beta=0.5)
+    return source, usual_partition(source)
+
+
+def usual_partition(source: Source) -> Natural | Dirichlet | Iid:
+    """Return the partition of a source that may know its clients.
+
+    Parameters
+    ----------
+    source : Source
+        The samples.
+
+    Returns
+    -------
+    Natural, Dirichlet or Iid
+        By client, if the clients are known. Otherwise samples are divided among ten clients:
+        labels by ``Dirichlet(beta=0.5)``, other targets at random.
+
+    Examples
+    --------
+    >>> usual_partition(Source(x=torch.zeros(40, 1), y=torch.arange(40) % 2))
+    Dirichlet(clients=10, beta=0.5, equal=False, min_samples=3)
+    """
+    if source.ids is not None:
+        return Natural(1)
+    return Dirichlet(10, beta=0.5) if tasks.build(source.task).labels else Iid(10)
 
 
 def _read(path: str, option: str) -> NDArray[Any]:
-    valid = "valid: a file of numpy.save, without Python objects"
     try:
         with open(path, "rb") as file:
-            if file.read(2) not in (b"\x93N", b"PK"):
-                # NumPy takes such a file for a pickle, and suggests to load it as one.
-                is_table = path.endswith(".csv")
-                advice = "; docs/data.md shows how to convert a table" if is_table else ""
-                raise EOFError(f"it is not a NumPy file{advice}")
-        array = np.load(path, allow_pickle=False)
+            start = file.read(2)
+        if start not in (b"\x93N", b"PK"):
+            # NumPy takes such a file for a pickle, and suggests to load it as one.
+            is_table = path.endswith((".csv", ".csv.gz"))
+            advice = "; data 'table' reads CSV files" if is_table else ""
+            raise EOFError(f"it is not a NumPy file{advice}")
+        array = _member(path, option) if start == b"PK" else np.load(path, allow_pickle=False)
+    except InputError:
+        raise
     except (OSError, ValueError, EOFError) as error:
-        missing = isinstance(error, FileNotFoundError) and not Path(path).is_absolute()
-        where = f"; relative paths start in the working directory, {Path.cwd()}" if missing else ""
+        where = working_directory(path) if isinstance(error, FileNotFoundError) else ""
         raise InputError(
             f"cannot read {path} (data.{option}): {getattr(error, 'strerror', None) or error}; "
-            f"{valid}{where}"
+            f"valid: a file of numpy.save or numpy.savez, without Python objects{where}"
         ) from error
-    if not isinstance(array, np.ndarray):
-        names = ", ".join(map(printable, array.files[:10]))
-        array.close()
-        raise InputError(
-            f"{path} (data.{option}) holds several arrays ({names}); valid: a file of numpy.save "
-            "with one of them"
-        )
     if not array.ndim:
         raise InputError(
             f"{path} (data.{option}) holds a single value; valid: a row for each sample"
         )
     return array
+
+
+def _member(path: str, option: str) -> NDArray[Any]:
+    """Read the array of an ``.npz`` file that has the name of the option, or the only one."""
+    name = option.removeprefix("attributes.")
+    try:
+        found = names_in(Path(path))
+        if name in found or len(found) == 1:
+            return read_npz(Path(path), [], [name if name in found else found[0]])[0]
+    except InputError as error:
+        raise InputError(f"data.{option}: {error}") from error
+    names = ", ".join(map(printable, found[:10])) or "none"
+    raise InputError(
+        f"{path} (data.{option}) has no array {name!r}; its arrays: {names}. Valid: a file with "
+        "this array, or with one array only"
+    )
 
 
 def _check_labels(labels: torch.Tensor, classes: int | None, where: str) -> None:

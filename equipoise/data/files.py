@@ -109,6 +109,21 @@ def data_files(
     )
 
 
+def working_directory(path: str | Path) -> str:
+    """Return where a relative path starts, for the end of a message; nothing for absolute paths.
+
+    Examples
+    --------
+    >>> working_directory("patients.csv")  # doctest: +ELLIPSIS
+    '; relative paths start in the working directory, ...'
+    >>> working_directory("/srv/patients.csv")
+    ''
+    """
+    if Path(path).is_absolute():
+        return ""
+    return f"; relative paths start in the working directory, {Path.cwd()}"
+
+
 def read(path: Path) -> bytes:
     """Read a whole file. Decompress it if it is compressed with gzip, whatever its name.
 

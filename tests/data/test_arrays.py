@@ -141,13 +141,61 @@ def test_labels_above_0_are_used_if_the_number_of_classes_is_given(files):
 
 def test_files_of_another_kind_are_refused(tmp_path, files):
     given = files(**samples())
-    np.savez(tmp_path / "both.npz", a=np.zeros(3), b=np.zeros(3))
     (tmp_path / "text.npy").write_text("1 2 3")
+    (tmp_path / "table.csv").write_text("1,2,3")
+    (tmp_path / "broken.npz").write_bytes(b"PK")
     np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
     for name, message in (
-        ("both.npz", "holds several arrays"),
         ("text.npy", "it is not a NumPy file; valid: a file of numpy.save"),
+        ("table.csv", "it is not a NumPy file; data 'table' reads CSV files; valid: "),
+        ("broken.npz", "data.x: cannot read .*broken.npz: File is not a zip file"),
         ("objects.npy", "without Python objects"),
     ):
         with pytest.raises(InputError, match=message):
             load("arrays", x=str(tmp_path / name), y=given["y"])
+
+
+def test_one_file_may_hold_all_arrays(tmp_path, files):
+    given = {**samples(), "clients": CLINICS, "sex": np.tile(["f", "m"], 9)}
+    kept = files(**given)
+    attributes = {"sex": kept.pop("sex")}
+    expected = load("arrays", **kept, attributes=attributes)
+    for save in (np.savez, np.savez_compressed):
+        save(tmp_path / "all.npz", **given)
+        path = str(tmp_path / "all.npz")
+        made = load("arrays", x=path, y=path, clients=path, attributes={"sex": path})
+        assert made.fingerprint() == expected.fingerprint()
+        assert made.client_names == expected.client_names
+
+
+def test_the_only_array_of_a_file_may_have_any_name(tmp_path, files):
+    given = files(**samples(), clients=CLINICS)
+    np.savez(tmp_path / "alone.npz", CLINICS)
+    made = load("arrays", **{**given, "clients": str(tmp_path / "alone.npz")})
+    assert made.client_names == ("north", "south", "west")
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (
+            {"a": np.zeros(3), "b": np.zeros(3)},
+            r"odd.npz \(data.x\) has no array 'x'; its arrays: a, b. Valid: a file with this "
+            "array, or with one array only",
+        ),
+        ({}, "has no array 'x'; its arrays: none"),
+        ({"x": np.array([{}], object)}, "data.x: x in .*odd.npz must hold real numbers or text"),
+        ({"x": np.array(["a"] * 18)}, r"odd.npz \(data.x\) has shape \(18,\)"),
+        ({"x": np.float64(3)}, r"odd.npz \(data.x\) holds a single value"),
+    ],
+)
+def test_npz_files_that_do_not_fit_are_refused(tmp_path, files, held, message):
+    given = files(**samples())
+    np.savez(tmp_path / "odd.npz", **held)
+    with pytest.raises(InputError, match=message):
+        load("arrays", x=str(tmp_path / "odd.npz"), y=given["y"])
+
+
+def test_targets_without_labels_are_divided_at_random(files):
+    given = {"x": np.zeros((60, 2)), "y": np.arange(60.0)}
+    assert load("arrays", **files(**given), task="regression").train.sizes.tolist() == [4] * 10

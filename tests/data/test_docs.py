@@ -49,5 +49,9 @@ def test_every_option_of_prostate_volumes_is_named():
     ) - {"seed"}
 
 
+def test_every_option_of_tables_is_named():
+    assert first_column("## A table") == set(signature(recipe_of("table")).parameters) - {"seed"}
+
+
 def test_every_option_of_adult_is_named():
     assert first_column("## Adult") == set(signature(recipe_of("adult")).parameters) - {"seed"}

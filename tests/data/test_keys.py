@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -27,6 +28,7 @@ NEEDED = {
     "classes": {"clients": 3, "classes": 2},
     "group": {"imbalance": 2.0},
     "arrays": {"x": "x.npy", "y": "y.npy"},
+    "table": {"file": "patients.csv", "y": "ill"},
     "imagefolder": {"root": "."},
     "prostate": {"root": "."},
 }
@@ -88,6 +90,7 @@ def test_options_of_sources(name: str, option: str, tmp_path, monkeypatch) -> No
     (tmp_path / "site" / "class").mkdir(parents=True)
     np.save("x.npy", np.zeros((6, 2)))
     np.save("y.npy", np.arange(6) % 2)
+    Path("patients.csv").write_text("age,ill\n30,yes\n40,no\n")
     kind = options_of(recipe_of(name))[option]
     mappings = dict in map(get_origin, get_args(kind))
     for value in ["nonsense!"] if mappings else [{"not": "valid"}, *out_of_range(kind)]:

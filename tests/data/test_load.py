@@ -98,6 +98,7 @@ def test_every_registered_name_resolves() -> None:
         "leaf",
         "shakespeare",
         "arrays",
+        "table",
         "silos",
         "imagefolder",
         "prostate",

@@ -24,6 +24,7 @@ from equipoise.data.cifar import cifar
 from equipoise.data.files import read_idx
 from equipoise.data.leaf import read_leaf
 from equipoise.data.silos import silos
+from equipoise.data.table import table
 from equipoise.report.reading import read_run
 from equipoise.run.directory import read_config
 from equipoise.study import study_from
@@ -216,7 +217,7 @@ def _zip_of_anything(draw: Draw) -> bytes:
 
 def data_files(draw: Draw, folder: Path) -> None:
     """Damaged files of data."""
-    kind = draw(st.sampled_from(["npz", "zip", "about", "pickle", "idx", "gzip", "leaf"]))
+    kind = draw(st.sampled_from(["npz", "zip", "about", "pickle", "idx", "gzip", "leaf", "csv"]))
     path = folder / "file"
     if kind in ("npz", "zip", "about"):
         silo = folder / "silos" / "c1"
@@ -238,6 +239,9 @@ def data_files(draw: Draw, folder: Path) -> None:
             damaged(draw, b'{"users": ["ann"], "user_data": {"ann": {"x": ["to b"], "y": ["e"]}}}')
         )
         read_leaf([path])
+    elif kind == "csv":
+        path.write_bytes(damaged(draw, b"age,ward,y\n30,a,yes\n,b,no\n1e5,?,no\n"))
+        table(file=str(path), y="y", clients=draw(st.sampled_from([None, "ward"])))
     else:
         content = idx_bytes(np.zeros((2, 2, 2), np.uint8))
         path.write_bytes(damaged(draw, gzip.compress(content) if kind == "gzip" else content))
