@@ -105,7 +105,7 @@ STUDY = {
         "the label of a method",
         "",
         "The method with which the others are compared, pair by pair. If groups are left out in "
-        "turn, it is the first method by default.",
+        "turn, it is the first method by default. `equipoise compare --baseline` replaces it.",
         "fedavg",
     ),
     "tuning": (
