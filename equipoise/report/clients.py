@@ -12,7 +12,6 @@ from equipoise.report.comparison import Comparison
 from equipoise.report.html import (
     Cell,
     Section,
-    capital,
     details,
     number,
     paragraph,
@@ -22,6 +21,7 @@ from equipoise.report.html import (
 )
 from equipoise.report.reading import Part, RunRecord
 from equipoise.report.svg import HUES
+from equipoise.text import capital
 
 # With more clients than this, those of each group are drawn side by side.
 MOST_IN_A_LINE = 60

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from equipoise.fairness import METRICS
 from equipoise.report.charts import Chart, Series
 from equipoise.report.colours import Palette, group_lines, palette
 from equipoise.report.comparison import Comparison
-from equipoise.report.headline import LABELS
 from equipoise.report.html import Section, number
 from equipoise.report.progress import over_rounds
 from equipoise.report.reading import Part, RunRecord
@@ -61,7 +61,7 @@ def group_gaps(record: RunRecord, part: Part, of_part: Mapping[int, Mapping[str,
     numbers = list(of_part)
     labels = {
         "group_gap": "gap between the best and the worst group",
-        "sigma_groups": "σ over groups",
+        "sigma_groups": METRICS["sigma_groups"].label,
     }
     series = [
         Series(label, numbers, [of_part[n][name] for n in numbers], hue=hue, dashed=bool(hue))
@@ -91,10 +91,7 @@ def compared(comparison: Comparison) -> Section:
     charts = [
         chart
         for who in several
-        for metric, label in (
-            ("group_gap", LABELS["group_gap"]),
-            ("sigma_groups", "σ over groups"),
-        )
-        if (chart := over_rounds(comparison, who, metric, label))
+        for metric in ("group_gap", "sigma_groups")
+        if (chart := over_rounds(comparison, who, metric))
     ]
     return Section("groups", title, "", charts)

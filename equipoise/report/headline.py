@@ -7,18 +7,13 @@ from html import escape
 from typing import Any
 
 from equipoise.fairness import METRICS
-from equipoise.report.html import Cell, Section, answered, capital, number, paragraph, plural, table
+from equipoise.report.html import Cell, Section, answered, number, paragraph, plural, table
 from equipoise.report.reading import Part, RunRecord
 from equipoise.run.records import averaged_over
+from equipoise.text import capital
 
-# The metrics that reports show first, as charts and tables name them.
-LABELS = {
-    "mean": "mean over clients",
-    "worst10": "worst tenth of clients",
-    "sigma_clients": "σ over clients",
-    "worst_group": "worst group",
-    "group_gap": "gap between groups",
-}
+# The metrics that reports show first.
+FIRST = ("mean", "worst10", "sigma_clients", "worst_group", "group_gap")
 MODELS = {
     "global": "The global model, which all clients share.",
     "personal": "The personal models: each client is evaluated with its own.",
@@ -45,8 +40,8 @@ def of_run(record: RunRecord) -> Section:
     # A single group has no worst group and no gap.
     several = len(part["groups"]) > 1
     tiles = "".join(
-        f"<div><dt>{label}</dt><dd>{number(part.get(name))}</dd></div>"
-        for name, label in LABELS.items()
+        f"<div><dt>{METRICS[name].label}</dt><dd>{number(part.get(name))}</dd></div>"
+        for name in FIRST
         if part.get(name) is not None and (several or "group" not in name)
     )
     worst = f"client {worst_client(record, part)} ({number(part['worst_client'])})."
