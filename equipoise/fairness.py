@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from equipoise.errors import InputError
 
 __all__ = [
+    "GROUP_METRICS",
     "METRICS",
     "Better",
     "Metric",
@@ -129,6 +130,9 @@ METRICS: dict[str, Metric] = {
 ``v_k`` is the value of client k, ``n_k`` its number of samples, and ``m_g`` the mean of ``v_k``
 over the clients of group g. K clients and G groups have a value.
 """
+
+GROUP_METRICS = ("mean_groups", "sigma_groups", "worst_group", "best_group", "group_gap")
+"""The metrics of group means. With a single group they are its mean, or 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

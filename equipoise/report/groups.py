@@ -12,6 +12,7 @@ from equipoise.report.comparison import Comparison
 from equipoise.report.html import Section, number
 from equipoise.report.progress import over_rounds
 from equipoise.report.reading import Part, RunRecord
+from equipoise.run.records import several_groups
 
 
 def of_run(record: RunRecord) -> Section:
@@ -21,11 +22,7 @@ def of_run(record: RunRecord) -> Section:
     for who in ("seen", "unseen"):
         part = record.leading(who)
         of_part = record.history.get(part, {}) if part else {}
-        if (
-            part is None
-            or not of_part
-            or max(len(summary["groups"]) for summary in of_part.values()) < 2
-        ):
+        if part is None or not of_part or not any(map(several_groups, of_part.values())):
             continue
         single = False
         colours = palette(record)
@@ -79,11 +76,7 @@ def group_gaps(record: RunRecord, part: Part, of_part: Mapping[int, Mapping[str,
 def compared(comparison: Comparison) -> Section:
     """Return the gaps between groups of all methods over rounds."""
     title = "Gaps between groups over rounds"
-    several = [
-        who
-        for who in comparison.whose
-        if any(len(comparison.group_means(label, who)) > 1 for label in comparison.runs)
-    ]
+    several = [who for who in comparison.whose if comparison.several_groups(who)]
     if not several:
         return Section(
             "groups", title, missing="All evaluated clients are in one group, so there are no gaps."

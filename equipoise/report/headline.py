@@ -9,7 +9,7 @@ from typing import Any
 from equipoise.fairness import METRICS
 from equipoise.report.html import Cell, Section, answered, number, paragraph, plural, table
 from equipoise.report.reading import Part, RunRecord
-from equipoise.run.records import averaged_over
+from equipoise.run.records import averaged_over, several_groups, telling
 from equipoise.text import capital
 
 # The metrics that reports show first.
@@ -37,15 +37,13 @@ def of_run(record: RunRecord) -> Section:
         )
         return Section("headline", "Results", missing=why)
     part = record.parts[lead]
-    # A single group has no worst group and no gap.
-    several = len(part["groups"]) > 1
     tiles = "".join(
         f"<div><dt>{METRICS[name].label}</dt><dd>{number(part.get(name))}</dd></div>"
-        for name in FIRST
-        if part.get(name) is not None and (several or "group" not in name)
+        for name in telling(FIRST, [part])
+        if part.get(name) is not None
     )
     worst = f"client {worst_client(record, part)} ({number(part['worst_client'])})."
-    if several:
+    if several_groups(part):
         worst = f"group {part['worst_group_name']} ({number(part['worst_group'])}) and {worst}"
     body = f'<dl class="tiles">{tiles}</dl>{paragraph(f"Worst: {worst}")}{which(record, lead)}'
     return Section("headline", "Results", body + metrics_table(record))
@@ -106,9 +104,9 @@ def metrics_table(record: RunRecord) -> str:
         [
             name,
             *(number(part.get(name)) for part in parts.values()),
-            Cell(escape(metric.description), "long"),
+            Cell(escape(METRICS[name].description), "long"),
         ]
-        for name, metric in METRICS.items()
+        for name in telling(METRICS, parts.values())
         if any(part.get(name) is not None for part in parts.values())
     ]
     header = ["metric", *(part.words for part in parts), "what it is"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from equipoise.fairness import METRICS
+from equipoise.fairness import GROUP_METRICS, METRICS
 from equipoise.report.charts import Chart, Series
 from equipoise.report.comparison import Comparison
 from equipoise.report.headline import at_round
@@ -99,8 +99,12 @@ def which(comparison: Comparison) -> str:
 
 def metrics_table(comparison: Comparison, who: str, best: Sequence[str]) -> str:
     """Return the metrics of all methods for seen or unseen clients."""
+    several = comparison.several_groups(who)
     metrics = [
-        m for m in COLUMNS if any(comparison.values(label, who, m) for label in comparison.runs)
+        m
+        for m in COLUMNS
+        if (several or m not in GROUP_METRICS)
+        and any(comparison.values(label, who, m) for label in comparison.runs)
     ]
     rankings = {metric: comparison.ranking(who, metric) for metric in metrics}
     rows: list[list[str | Cell]] = []

@@ -39,7 +39,7 @@ BETTER: dict[str, Better] = {
 }
 VALIDATION = "val."
 WHICH = ("selected", "each")
-# Names in words, where ``fairness.METRICS`` has none, and prefixes that are not words themselves.
+# Names in words, and prefixes that are not words themselves.
 _WORDS = {
     "loss": "mean loss over clients",
     "bytes_up": "bytes sent by clients",

@@ -296,6 +296,7 @@ def study_from(
             for label, of in used.items()
             if label in settings_of.values()
         },
+        metrics_by_default=columns is None,
     )
 
 

@@ -92,7 +92,7 @@ def as_markdown(results: Results) -> str:
         if intervals := results.interval_cells(setting):
             rows = [[method, *cells] for method, cells in intervals.items()]
             lines += _table(
-                f"{setting}: {results.about_intervals}", ["method", *results.study.metrics], rows
+                f"{setting}: {results.about_intervals}", ["method", *results.columns], rows
             )
     lines += [f"{results.about_marks}\n"] if len(results.study.methods) > 1 else []
     for setting in results.study.folds:
@@ -102,16 +102,11 @@ def as_markdown(results: Results) -> str:
         rows = [
             [
                 method,
-                *(
-                    results.difference(setting, method, metric).cell
-                    for metric in results.study.metrics
-                ),
+                *(results.difference(setting, method, metric).cell for metric in results.columns),
             ]
             for method in results.study.others
         ]
-        lines += _table(
-            results.about_differences(setting), ["method", *results.study.metrics], rows
-        )
+        lines += _table(results.about_differences(setting), ["method", *results.columns], rows)
     lines += [f"Warning: {message}\n" for message in results.warnings]
     lines += [
         f"Failed: `{path.as_posix()}`: {message}\n" for path, message in results.failures.items()
@@ -165,7 +160,7 @@ def _tables(
     Each has a title, the heads of columns of text and of numbers, and rows. ``named`` makes the
     head of a column from the name of a metric. Names of groups are heads as they are.
     """
-    metrics, groups = list(results.study.metrics), results.groups(setting)
+    metrics, groups = list(results.columns), results.groups(setting)
     tables = {f"{results.data(setting)}: {results.caption}": (list(map(named, metrics)), metrics)}
     if len(groups) > 1:
         tables[f"{setting}: mean over the clients of each group"] = (
