@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from equipoise.errors import InputError
 
 __all__ = [
+    "GROUP_METRICS",
     "METRICS",
     "Better",
     "Metric",
@@ -33,71 +34,95 @@ Better = Literal["high", "low", "as v_k"]
 
 
 class Metric(NamedTuple):
-    """The meaning of a metric: its formula, one line of text, and whether high or low is better.
+    """The meaning of a metric.
 
-    ``as v_k`` means as for the values of clients: high for accuracies, low for losses.
+    It has a formula, one line of text, whether high or low is better, and a few words for tables
+    and charts. ``as v_k`` means as for the values of clients: high for accuracies, low for losses.
 
     Examples
     --------
     >>> METRICS["group_gap"].formula
     'max_g m_g - min_g m_g'
+    >>> METRICS["group_gap"].label
+    'gap between groups'
     """
 
     formula: str
     description: str
     better: Better
+    label: str
 
 
 METRICS: dict[str, Metric] = {
-    "mean": Metric("Σ_k v_k / K", "mean over clients: each client counts once", "as v_k"),
+    "mean": Metric(
+        "Σ_k v_k / K", "mean over clients: each client counts once", "as v_k", "mean over clients"
+    ),
     "mean_samples": Metric(
         "Σ_k n_k v_k / Σ_k n_k",
         "mean over samples: each client counts by its number of samples",
         "as v_k",
+        "mean over samples",
     ),
     "mean_groups": Metric(
         "Σ_g m_g / G",
         "mean over groups: each group counts once, however many clients it has",
         "as v_k",
+        "mean over groups",
     ),
-    "sigma_clients": Metric("√(Σ_k (v_k - mean)² / K)", "standard deviation over clients", "low"),
+    "sigma_clients": Metric(
+        "√(Σ_k (v_k - mean)² / K)", "standard deviation over clients", "low", "σ over clients"
+    ),
     "pair_sum": Metric(
-        "Σ_i Σ_j (v_i - v_j)²", "sum over pairs of clients of squared differences", "low"
+        "Σ_i Σ_j (v_i - v_j)²",
+        "sum over pairs of clients of squared differences",
+        "low",
+        "sum of squared differences",
     ),
     "sigma_groups": Metric(
-        "√(Σ_g (m_g - mean_groups)² / G)", "standard deviation over group means", "low"
+        "√(Σ_g (m_g - mean_groups)² / G)",
+        "standard deviation over group means",
+        "low",
+        "σ over groups",
     ),
     "worst10": Metric(
         "mean of the ⌈K/10⌉ worst v_k",
         "mean of the worst 10 % of clients, at least one client",
         "as v_k",
+        "worst tenth of clients",
     ),
     "best10": Metric(
         "mean of the ⌈K/10⌉ best v_k",
         "mean of the best 10 % of clients, at least one client",
         "as v_k",
+        "best tenth of clients",
     ),
-    "worst_client": Metric("worst v_k", "value of the worst client", "as v_k"),
-    "worst_group": Metric("worst m_g", "mean of the worst group", "as v_k"),
-    "best_group": Metric("best m_g", "mean of the best group", "as v_k"),
+    "worst_client": Metric("worst v_k", "value of the worst client", "as v_k", "worst client"),
+    "worst_group": Metric("worst m_g", "mean of the worst group", "as v_k", "worst group"),
+    "best_group": Metric("best m_g", "mean of the best group", "as v_k", "best group"),
     "group_gap": Metric(
-        "max_g m_g - min_g m_g", "largest difference between two group means", "low"
+        "max_g m_g - min_g m_g",
+        "largest difference between two group means",
+        "low",
+        "gap between groups",
     ),
     "gap_variance": Metric(
         "Σ_k (gap_k - mean gap)² / K",
         "variance of the generalization gap, gap_k = loss_k(global) - loss_k(local) on validation "
         "data",
         "low",
+        "variance of generalization gaps",
     ),
     "gap_pair_sum": Metric(
         "Σ_i Σ_j (gap_i - gap_j)²",
         "sum over pairs of clients of squared differences of the generalization gap",
         "low",
+        "sum of squared differences of generalization gaps",
     ),
     "jain": Metric(
         "(Σ_k v_k)² / (K Σ_k v_k²)",
         "Jain index: 1 when all clients are equal, 1/K when one has everything",
         "high",
+        "Jain index",
     ),
 }
 """Every metric by name, in the order of reports.
@@ -105,6 +130,9 @@ METRICS: dict[str, Metric] = {
 ``v_k`` is the value of client k, ``n_k`` its number of samples, and ``m_g`` the mean of ``v_k``
 over the clients of group g. K clients and G groups have a value.
 """
+
+GROUP_METRICS = ("mean_groups", "sigma_groups", "worst_group", "best_group", "group_gap")
+"""The metrics of group means. With a single group they are its mean, or 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,6 +93,18 @@ def _written_out(character: str) -> str:
     return character.encode("unicode_escape").decode() if _is_unprintable(character) else character
 
 
+def capital(text: str) -> str:
+    """Capitalize the first letter.
+
+    Examples
+    --------
+    >>> capital("global model"), capital("σ over clients")
+    ('Global model', 'σ over clients')
+    """
+    # Symbols such as σ have another meaning as capital letters.
+    return text[:1].upper() + text[1:] if text[:1].isascii() else text
+
+
 def size(count: float) -> str:
     """Format a number of bytes.
 

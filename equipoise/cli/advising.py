@@ -32,6 +32,7 @@ from equipoise.federation import Federation
 from equipoise.models import build, with_class_names
 from equipoise.run.directory import CONFIG, SUMMARY
 from equipoise.run.files import Journal
+from equipoise.run.records import several_groups
 from equipoise.study import Results
 
 
@@ -176,7 +177,7 @@ def _about_run(run: Path | None) -> list[str]:
         f"σ over clients {part['sigma_clients']:.3f}"
     )
     worst = f"; group {part['worst_group_name']} is served worst ({part['worst_group']:.3f})"
-    return [f"\nthe run, {summary['method']}: {numbers}{worst if len(part['groups']) > 1 else ''}"]
+    return [f"\nthe run, {summary['method']}: {numbers}{worst if several_groups(part) else ''}"]
 
 
 def _seconds_a_round(run: Path | None) -> float | None:

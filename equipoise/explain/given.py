@@ -97,7 +97,8 @@ STUDY = {
         "a list of names",
         f"[{', '.join(COLUMNS)}]",
         "The columns of tables; docs/metrics.md lists them. By default also mean and worst group "
-        "of each of `evaluation.metrics`.",
+        "of each of `evaluation.metrics`, and no metrics of groups if all clients are in one "
+        "group.",
         "[mean, worst10]",
     ),
     "split": ("'test' or 'val'", "test", "The split on which tables are computed.", "val"),
@@ -105,7 +106,7 @@ STUDY = {
         "the label of a method",
         "",
         "The method with which the others are compared, pair by pair. If groups are left out in "
-        "turn, it is the first method by default.",
+        "turn, it is the first method by default. `equipoise compare --baseline` replaces it.",
         "fedavg",
     ),
     "tuning": (

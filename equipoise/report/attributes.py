@@ -13,7 +13,6 @@ from equipoise.report.comparison import Comparison
 from equipoise.report.html import (
     Cell,
     Section,
-    capital,
     details,
     number,
     paragraph,
@@ -23,6 +22,7 @@ from equipoise.report.html import (
     table,
 )
 from equipoise.report.reading import Part, RunRecord
+from equipoise.text import capital
 
 _TITLE = "Attributes of samples: rates and parity by value"
 # With more values, the table of all clients by value is left out.

@@ -12,7 +12,6 @@ from equipoise.report.comparison import Comparison
 from equipoise.report.html import (
     Cell,
     Section,
-    capital,
     details,
     number,
     paragraph,
@@ -22,6 +21,7 @@ from equipoise.report.html import (
 )
 from equipoise.report.reading import Part, RunRecord
 from equipoise.report.svg import HUES
+from equipoise.text import capital
 
 # With more clients than this, those of each group are drawn side by side.
 MOST_IN_A_LINE = 60
@@ -50,9 +50,10 @@ def of_run(record: RunRecord) -> Section:
         for a, b in both
         if a in values and b in values
     ]
+    coloured = "Colour and shape show its group. " if len(record.group_names) > 1 else ""
     intro = (
-        "Each mark is one client, from the worst to the best. Colour and shape show its "
-        "group. All panels have the same scale, except for that of personal against global models."
+        f"Each mark is one client, from the worst to the best. {coloured}All panels have the same "
+        "scale, except for that of personal against global models."
     )
     return Section(
         "clients",
@@ -124,6 +125,7 @@ def client_table(record: RunRecord, values: Mapping[Part, Mapping[int, float]]) 
     header = list(dict.fromkeys(short))
     # Seen and unseen clients are different ones, and models are evaluated on the same samples.
     sizes = {client: row["n"] for part in values for client, row in record.rows_of(part).items()}
+    several = len(record.group_names) > 1
     rows = []
     for client in there:
         mine = {
@@ -133,13 +135,13 @@ def client_table(record: RunRecord, values: Mapping[Part, Mapping[int, float]]) 
         }
         whose = "unseen" if client in record.unseen else "seen"
         cells = [number(mine.get(label)) for label in header]
-        first = [record.client_name(client), record.groups[client], whose, f"{sizes[client]:,}"]
-        rows.append([*first, *cells])
+        group = [record.groups[client]] if several else []
+        rows.append([record.client_name(client), *group, whose, f"{sizes[client]:,}", *cells])
     return table(
         f"{capital(record.score)} of each client",
-        ["client", "group", "in training", "samples", *header],
+        ["client", *(["group"] if several else []), "in training", "samples", *header],
         rows,
-        texts=[1, 2],
+        texts=[1, 2] if several else [1],
     )
 
 

@@ -133,6 +133,10 @@ class Comparison:
                     found.setdefault(name, []).append(mean)
         return found
 
+    def several_groups(self, who: str) -> bool:
+        """Return whether the runs of a method have several groups of seen or unseen clients."""
+        return any(len(self.group_means(label, who)) > 1 for label in self.runs)
+
 
 def pareto_set(points: Mapping[str, Sequence[float]]) -> list[str]:
     """Return the labels of points that no other point dominates; higher is better.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from equipoise.fairness import METRICS
 from equipoise.report.charts import Chart, Series
 from equipoise.report.colours import Palette, group_lines, palette
 from equipoise.report.comparison import Comparison
-from equipoise.report.headline import LABELS
 from equipoise.report.html import Section, number
 from equipoise.report.progress import over_rounds
 from equipoise.report.reading import Part, RunRecord
+from equipoise.run.records import several_groups
 
 
 def of_run(record: RunRecord) -> Section:
@@ -21,11 +22,7 @@ def of_run(record: RunRecord) -> Section:
     for who in ("seen", "unseen"):
         part = record.leading(who)
         of_part = record.history.get(part, {}) if part else {}
-        if (
-            part is None
-            or not of_part
-            or max(len(summary["groups"]) for summary in of_part.values()) < 2
-        ):
+        if part is None or not of_part or not any(map(several_groups, of_part.values())):
             continue
         single = False
         colours = palette(record)
@@ -61,7 +58,7 @@ def group_gaps(record: RunRecord, part: Part, of_part: Mapping[int, Mapping[str,
     numbers = list(of_part)
     labels = {
         "group_gap": "gap between the best and the worst group",
-        "sigma_groups": "σ over groups",
+        "sigma_groups": METRICS["sigma_groups"].label,
     }
     series = [
         Series(label, numbers, [of_part[n][name] for n in numbers], hue=hue, dashed=bool(hue))
@@ -79,11 +76,7 @@ def group_gaps(record: RunRecord, part: Part, of_part: Mapping[int, Mapping[str,
 def compared(comparison: Comparison) -> Section:
     """Return the gaps between groups of all methods over rounds."""
     title = "Gaps between groups over rounds"
-    several = [
-        who
-        for who in comparison.whose
-        if any(len(comparison.group_means(label, who)) > 1 for label in comparison.runs)
-    ]
+    several = [who for who in comparison.whose if comparison.several_groups(who)]
     if not several:
         return Section(
             "groups", title, missing="All evaluated clients are in one group, so there are no gaps."
@@ -91,10 +84,7 @@ def compared(comparison: Comparison) -> Section:
     charts = [
         chart
         for who in several
-        for metric, label in (
-            ("group_gap", LABELS["group_gap"]),
-            ("sigma_groups", "σ over groups"),
-        )
-        if (chart := over_rounds(comparison, who, metric, label))
+        for metric in ("group_gap", "sigma_groups")
+        if (chart := over_rounds(comparison, who, metric))
     ]
     return Section("groups", title, "", charts)

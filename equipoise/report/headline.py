@@ -7,18 +7,13 @@ from html import escape
 from typing import Any
 
 from equipoise.fairness import METRICS
-from equipoise.report.html import Cell, Section, answered, capital, number, paragraph, plural, table
+from equipoise.report.html import Cell, Section, answered, number, paragraph, plural, table
 from equipoise.report.reading import Part, RunRecord
-from equipoise.run.records import averaged_over
+from equipoise.run.records import averaged_over, several_groups, telling
+from equipoise.text import capital
 
-# The metrics that reports show first, as charts and tables name them.
-LABELS = {
-    "mean": "mean over clients",
-    "worst10": "worst tenth of clients",
-    "sigma_clients": "σ over clients",
-    "worst_group": "worst group",
-    "group_gap": "gap between groups",
-}
+# The metrics that reports show first.
+FIRST = ("mean", "worst10", "sigma_clients", "worst_group", "group_gap")
 MODELS = {
     "global": "The global model, which all clients share.",
     "personal": "The personal models: each client is evaluated with its own.",
@@ -42,15 +37,13 @@ def of_run(record: RunRecord) -> Section:
         )
         return Section("headline", "Results", missing=why)
     part = record.parts[lead]
-    # A single group has no worst group and no gap.
-    several = len(part["groups"]) > 1
     tiles = "".join(
-        f"<div><dt>{label}</dt><dd>{number(part.get(name))}</dd></div>"
-        for name, label in LABELS.items()
-        if part.get(name) is not None and (several or "group" not in name)
+        f"<div><dt>{METRICS[name].label}</dt><dd>{number(part.get(name))}</dd></div>"
+        for name in telling(FIRST, [part])
+        if part.get(name) is not None
     )
     worst = f"client {worst_client(record, part)} ({number(part['worst_client'])})."
-    if several:
+    if several_groups(part):
         worst = f"group {part['worst_group_name']} ({number(part['worst_group'])}) and {worst}"
     body = f'<dl class="tiles">{tiles}</dl>{paragraph(f"Worst: {worst}")}{which(record, lead)}'
     return Section("headline", "Results", body + metrics_table(record))
@@ -111,9 +104,9 @@ def metrics_table(record: RunRecord) -> str:
         [
             name,
             *(number(part.get(name)) for part in parts.values()),
-            Cell(escape(metric.description), "long"),
+            Cell(escape(METRICS[name].description), "long"),
         ]
-        for name, metric in METRICS.items()
+        for name in telling(METRICS, parts.values())
         if any(part.get(name) is not None for part in parts.values())
     ]
     header = ["metric", *(part.words for part in parts), "what it is"]

@@ -168,18 +168,6 @@ def plural(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def capital(text: str) -> str:
-    """Capitalize the first letter.
-
-    Examples
-    --------
-    >>> capital("global model"), capital("σ over clients")
-    ('Global model', 'σ over clients')
-    """
-    # Symbols such as σ have another meaning as capital letters.
-    return text[:1].upper() + text[1:] if text[:1].isascii() else text
-
-
 def spread(values: Sequence[float]) -> str:
     """Format mean ± sample standard deviation.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from statistics import fmean, stdev
 
+from equipoise.fairness import METRICS
 from equipoise.report.charts import Chart, Series
 from equipoise.report.comparison import CRITERIA, Comparison
-from equipoise.report.headline import LABELS
-from equipoise.report.html import Section, capital, number, paragraph
+from equipoise.report.html import Section, number, paragraph
 from equipoise.report.reading import RunRecord
 from equipoise.report.svg import HUES
+from equipoise.text import capital
 
 HUE = {"mean": 0, "worst10": 1, "sigma_clients": 2}
 # Bands of more methods than this hide each other.
@@ -27,7 +28,7 @@ def of_run(record: RunRecord) -> Section:
         numbers = list(of_part)
         series = [
             Series(
-                LABELS[name],
+                METRICS[name].label,
                 numbers,
                 [of_part[n][name] for n in numbers],
                 hue=hue,
@@ -38,7 +39,7 @@ def of_run(record: RunRecord) -> Section:
         last = of_part[numbers[-1]]
         says = (
             f"At round {numbers[-1]}: "
-            + ", ".join(f"{LABELS[name]} {number(last[name])}" for name in HUE)
+            + ", ".join(f"{METRICS[name].label} {number(last[name])}" for name in HUE)
             + "."
         )
         name = f"progress-{part.model}-{part.who}"
@@ -56,14 +57,14 @@ def compared(comparison: Comparison) -> Section:
         chart
         for who in comparison.whose
         for metric in CRITERIA
-        if (chart := over_rounds(comparison, who, metric, LABELS[metric]))
+        if (chart := over_rounds(comparison, who, metric))
     ]
     if not charts:
         return Section("progress", title, missing="The journals have no evaluated rounds.")
     return Section("progress", title, "", charts)
 
 
-def over_rounds(comparison: Comparison, who: str, metric: str, label: str) -> Chart | None:
+def over_rounds(comparison: Comparison, who: str, metric: str) -> Chart | None:
     """Return a metric of all methods over rounds: the mean over seeds, and its spread as a band."""
     series = []
     for position, (name, records) in enumerate(comparison.runs.items()):
@@ -98,6 +99,7 @@ def over_rounds(comparison: Comparison, who: str, metric: str, label: str) -> Ch
         return None
     banded = " Bands: ± standard deviation over seeds." if any(len(s.low) for s in series) else ""
     ends = ", ".join(f"{s.label} {number(s.y[-1])}" for s in series)
+    label = METRICS[metric].label
     title = f"{capital(label)}, {who} clients"
     name = f"rounds-{metric.replace('_', '-')}-{who}"
     return Chart(name, title, f"At the end: {ends}.{banded}", "round", label, series)

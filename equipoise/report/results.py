@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from equipoise.fairness import GROUP_METRICS, METRICS
 from equipoise.report.charts import Chart, Series
 from equipoise.report.comparison import Comparison
-from equipoise.report.headline import LABELS, at_round
+from equipoise.report.headline import at_round
 from equipoise.report.html import (
     Cell,
     Section,
     answered,
-    capital,
     details,
     number,
     paragraph,
@@ -21,6 +21,7 @@ from equipoise.report.html import (
 )
 from equipoise.study.intervals import CONFIDENCE, RESAMPLES
 from equipoise.study.significance import LEAST_SEEDS, LEVEL, TEST, WORSE, Ranking
+from equipoise.text import capital
 
 COLUMNS = (
     "mean",
@@ -98,8 +99,12 @@ def which(comparison: Comparison) -> str:
 
 def metrics_table(comparison: Comparison, who: str, best: Sequence[str]) -> str:
     """Return the metrics of all methods for seen or unseen clients."""
+    several = comparison.several_groups(who)
     metrics = [
-        m for m in COLUMNS if any(comparison.values(label, who, m) for label in comparison.runs)
+        m
+        for m in COLUMNS
+        if (several or m not in GROUP_METRICS)
+        and any(comparison.values(label, who, m) for label in comparison.runs)
     ]
     rankings = {metric: comparison.ranking(who, metric) for metric in metrics}
     rows: list[list[str | Cell]] = []
@@ -188,8 +193,8 @@ def trade_offs(comparison: Comparison, who: str, best: Sequence[str]) -> list[Ch
         if not comparison.first.task.higher_is_better:
             better = "bottom left"
         says = f"{capital(who)} clients, mean over seeds. Better is to the {better}."
-        title = f"Mean against {LABELS[metric]}, {who} clients"
-        axes = (LABELS["mean"], LABELS[metric])
+        title = f"Mean against {METRICS[metric].label}, {who} clients"
+        axes = (METRICS["mean"].label, METRICS[metric].label)
         name = f"trade-off-{metric.replace('_', '-')}-{who}"
         charts.append(Chart(name, title, says, *axes, series, whole=False))
     return charts

@@ -177,6 +177,51 @@ def summarize_rows(
     return result
 
 
+def several_groups(part: Mapping[str, Any]) -> bool:
+    """Return whether several groups have a mean. Otherwise metrics of groups say nothing.
+
+    Parameters
+    ----------
+    part : mapping
+        The summary of one model on the data of some clients, as in :func:`summarize_rows`.
+
+    Returns
+    -------
+    bool
+        Groups without samples do not count.
+
+    Examples
+    --------
+    >>> several_groups({"groups": {"north": 0.5, "south": None}})
+    False
+    """
+    return sum(mean is not None for mean in part.get("groups", {}).values()) > 1
+
+
+def telling(metrics: Iterable[str], parts: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the metrics to show, without those of groups if no part has several groups.
+
+    Parameters
+    ----------
+    metrics : iterable of str
+        Names of :data:`equipoise.fairness.METRICS`.
+    parts : iterable of mappings
+        The summaries that are shown together; see :func:`several_groups`.
+
+    Returns
+    -------
+    list of str
+        The names, in their order.
+
+    Examples
+    --------
+    >>> telling(["mean", "group_gap"], [{"groups": {"all": 0.5}}])
+    ['mean']
+    """
+    several = any(map(several_groups, parts))
+    return [name for name in metrics if several or name not in fairness.GROUP_METRICS]
+
+
 def average_summaries(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Average the summaries of several rounds: the mean over rounds of every metric.
 

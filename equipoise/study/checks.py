@@ -18,6 +18,7 @@ INSTEAD = {
     **dict.fromkeys(("seed", "seeds"), "use --seed"),
     "settings": "choose among them with --setting",
     "metrics": "use --metrics",
+    "baseline": "use --baseline",
 }
 T = TypeVar("T")
 

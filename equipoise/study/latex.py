@@ -7,9 +7,6 @@ from collections.abc import Iterable, Sequence
 
 __all__ = ["latex_table"]
 
-# The columns of text. All others are numbers.
-TEXTS = ("method", "model")
-
 _SPECIAL = {
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
@@ -27,7 +24,12 @@ _SPECIAL = {
 
 
 def latex_table(
-    title: str, header: Sequence[str], rows: Iterable[Sequence[str]], *, note: str = ""
+    title: str,
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    texts: int = 1,
+    note: str = "",
 ) -> str:
     r"""Return a table.
 
@@ -36,9 +38,11 @@ def latex_table(
     title : str
         Its caption.
     header : sequence of str
-        The names of columns. Those called ``method`` and ``model`` are text, the others numbers.
+        The heads of columns.
     rows : iterable of sequences of str
         Cells with ``**best**`` and ``<u>second</u>``, as in Markdown.
+    texts : int
+        How many of the first columns are text. The others are numbers.
     note : str
         The end of the caption, which explains the marks.
 
@@ -49,12 +53,12 @@ def latex_table(
 
     Examples
     --------
-    >>> print(latex_table("a_b", ["method", "mean"], [["fedavg", "**0.9 ± 0.1**"]]))
+    >>> print(latex_table("a_b", ["Method", "σ over clients"], [["fedavg", "**0.9 ± 0.1**"]]))
     \begin{table}
     \caption{a\_b.}
     \begin{tabular}{lr}
     \toprule
-    method & mean \\
+    Method & $\sigma$ over clients \\
     \midrule
     fedavg & \textbf{0.9 $\pm$ 0.1} \\
     \bottomrule
@@ -68,7 +72,7 @@ def latex_table(
         [
             r"\begin{table}",
             rf"\caption{{{caption}}}",
-            rf"\begin{{tabular}}{{{''.join('l' if name in TEXTS else 'r' for name in header)}}}",
+            rf"\begin{{tabular}}{{{'l' * texts}{'r' * (len(header) - texts)}}}",
             r"\toprule",
             lines[0],
             r"\midrule",

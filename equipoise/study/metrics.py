@@ -17,6 +17,7 @@ from equipoise.errors import InputError, unknown
 from equipoise.fairness import METRICS, Better
 from equipoise.parity import FIGURES
 from equipoise.run.records import MODELS, task_of
+from equipoise.text import capital
 
 WHO = ("seen", "unseen")
 TOTALS = ("bytes_up", "bytes_down")
@@ -38,6 +39,16 @@ BETTER: dict[str, Better] = {
 }
 VALIDATION = "val."
 WHICH = ("selected", "each")
+# Names in words, and prefixes that are not words themselves.
+_WORDS = {
+    "loss": "mean loss over clients",
+    "bytes_up": "bytes sent by clients",
+    "bytes_down": "bytes received by clients",
+    "server.score": "score on the server's data",
+    "server.loss": "loss on the server's data",
+    **{name: metric.label for name, metric in METRICS.items()},
+}
+_PREFIXES = {"val": "validation", "selected": "selected round", "each": "mean over rounds"}
 
 
 def value_of(summary: Mapping[str, Any], metric: str) -> float | None:
@@ -294,3 +305,40 @@ def should_be_high(metric: str, *, higher_is_better: bool) -> bool:
     """
     better = BETTER[kind_of(metric)]
     return higher_is_better if better == "as v_k" else better == "high"
+
+
+def words_of(metric: str) -> str:
+    """Return a metric in words, for the head of a column.
+
+    Parameters
+    ----------
+    metric : str
+        As in :func:`equipoise.study.study_from`.
+
+    Returns
+    -------
+    str
+        The prefixes, the name in ``evaluation.metrics`` or the attribute, then what is computed.
+        Names of metrics, attributes and groups are as they were given.
+
+    Examples
+    --------
+    >>> words_of("sigma_groups"), words_of("global.unseen.mean")
+    ('σ over groups', 'Global, unseen: mean over clients')
+    >>> words_of("f1_macro.worst_group"), words_of("val.groups.north")
+    ('f1_macro: worst group', 'Validation: group north')
+    >>> words_of("attributes.sex.demographic_parity_ratio")
+    'sex: demographic parity ratio'
+    """
+    own, name = own_of(metric)
+    prefixes = metric.removesuffix(apart(metric)[2]).split(".")[:-1]
+    before = [_PREFIXES.get(prefix, prefix) for prefix in prefixes]
+    if attribute := attribute_of(metric):
+        figure = name.rpartition(".")[2]
+        what = "score of the worst value" if figure == "worst" else figure.replace("_", " ")
+    else:
+        group = group_of(metric)
+        what = f"group {group}" if group else _WORDS[name]
+    given = own or attribute
+    words = ": ".join(filter(None, [", ".join(filter(None, [*before, given])), what]))
+    return words if given and not before else capital(words)

@@ -143,7 +143,8 @@ class Study:
     variants, and how to choose between them. ``origins`` has the origin of each metric, for errors.
     ``folds`` are the settings that each leave out one group, by the label of their setting.
     ``baseline`` is the method with which the others are compared pair by pair, if any. ``chosen``
-    has the values that tuning has chosen and the study uses.
+    has the values that tuning has chosen and the study uses. ``metrics_by_default`` is whether the
+    metrics are those that are shown if none are named.
 
     Examples
     --------
@@ -166,6 +167,7 @@ class Study:
     folds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     baseline: str | None = None
     chosen: Choices = field(default_factory=dict)
+    metrics_by_default: bool = False
 
     @property
     def others(self) -> tuple[str, ...]:

@@ -41,6 +41,7 @@ def load_study(
     settings: Sequence[str] | None = None,
     methods: Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
+    baseline: str | None = None,
     overrides: Sequence[str | Override] = (),
     chosen: str | Path | None = None,
 ) -> Study:
@@ -56,6 +57,8 @@ def load_study(
         Whether to try the grids of its methods instead of running the study.
     settings, methods, seeds, overrides
         To run a part of the study; as in :func:`study_from`.
+    baseline : str, optional
+        The method with which the others are compared, instead of that in the file.
     chosen : path, optional
         The directory of tuning, or its ``chosen.yaml``. Methods run with the values chosen there.
 
@@ -80,6 +83,7 @@ def load_study(
         settings=settings,
         methods=methods,
         seeds=seeds,
+        baseline=baseline,
         overrides=overrides,
         chosen=read_choices(Path(chosen)) if chosen else None,
     )
@@ -117,6 +121,7 @@ def study_from(
     settings: Sequence[str] | None = None,
     methods: Sequence[str] | None = None,
     seeds: Sequence[int] | None = None,
+    baseline: str | None = None,
     overrides: Sequence[str | Override] = (),
     chosen: Choices | None = None,
     on_import: Callable[[str], None] | None = None,
@@ -155,6 +160,9 @@ def study_from(
         For tuning the first method is always kept.
     seeds : sequence of int, optional
         Seeds to use instead of those in the mapping; a single one for tuning.
+    baseline : str, optional
+        The label of the method with which the others are compared, instead of that in the mapping.
+        It must be one of ``methods``. Runs do not depend on it. Not for tuning.
     overrides : sequence of str
         ``key=value`` as in :func:`equipoise.config.load_experiment`, for every run of the study.
     chosen : dict, optional
@@ -183,6 +191,8 @@ def study_from(
     >>> folds = study_from({"base": left_out, "methods": ["fedavg", "ga"]})
     >>> folds.folds, folds.baseline
     ({'base': ('plain', 'rotated')}, 'fedavg')
+    >>> study_from({"base": left_out, "methods": ["fedavg", "ga"]}, baseline="ga").others
+    ('fedavg',)
     >>> methods = ["fedavg", {"name": "fedprox", "grid": {"mu": [0.1, 1]}}]
     >>> tried = study_from({"base": base, "methods": methods}, tune=True)
     >>> tried.methods, tried.split
@@ -215,6 +225,8 @@ def study_from(
         for label, own in changed.items()
     }
     kept = with_labels(described, methods, "method")
+    if baseline is not None:
+        _check_baseline(baseline, described, kept, tune=tune)
     part = kept_settings(divided, settings, where)
     folds = {
         label: tuple(fold for fold in own if fold in part)
@@ -265,11 +277,8 @@ def study_from(
         origins = {}
     if tune:
         origins[tuning.by] = f"tuning of {where}"
-    baseline = (
-        None
-        if tune
-        else _baseline(mapping.get("baseline"), described, made, where, divided=bool(folds))
-    )
+    if baseline is None and not tune:
+        baseline = _baseline(mapping.get("baseline"), described, made, where, divided=bool(folds))
     return Study(
         settings=tuple(part),
         methods=tuple(made),
@@ -287,6 +296,7 @@ def study_from(
             for label, of in used.items()
             if label in settings_of.values()
         },
+        metrics_by_default=columns is None,
     )
 
 
@@ -320,6 +330,23 @@ def _evaluated(jobs: Sequence[Job]) -> dict[str, None]:
         for job in jobs
         for metric in several_from(job.experiment.evaluation.metrics, "evaluation.metrics")
     )
+
+
+def _check_baseline(
+    label: str, described: Mapping[str, Any], kept: Mapping[str, Any], *, tune: bool
+) -> None:
+    """Refuse a baseline of the command line with which nothing can be compared."""
+    if tune:
+        raise InputError("--baseline cannot be used together with --tune")
+    if label not in described:
+        raise unknown("method", label, described, where="--baseline")
+    if label not in kept:
+        raise InputError(
+            f"--baseline {label} is not among the methods of --method ({', '.join(kept)}); add "
+            f"--method {label}"
+        )
+    if len(kept) == 1:
+        raise InputError(f"--baseline {label} needs another method to compare with")
 
 
 def _baseline(

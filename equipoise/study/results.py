@@ -10,13 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from equipoise.run.records import Row, task_of
+from equipoise.fairness import GROUP_METRICS
+from equipoise.run.records import Row, several_groups, task_of
 from equipoise.study import tables
 from equipoise.study.choice import Choices
 from equipoise.study.intervals import CONFIDENCE, RESAMPLES, Interval, interval
 from equipoise.study.metrics import (
     TOTALS,
     apart,
+    kind_of,
     left_out,
     model_of,
     scored,
@@ -72,6 +74,26 @@ class Results:
     def caption(self) -> str:
         """Describe the numbers in tables."""
         return f"mean ± {self.spread}" if len(self.study.seeds) > 1 else "one seed"
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        """The metrics in tables.
+
+        If metrics are those by default and each run has a single group of seen clients, those of
+        groups are left out. JSON and CSV have all metrics of the study.
+        """
+        parts = [
+            part["seen"]
+            for summary in self.summaries.values()
+            for part in summary["results"].values()
+            if part.get("seen", {}).get("groups")
+        ]
+        single = parts and not any(map(several_groups, parts))
+        if not (self.study.metrics_by_default and single):
+            return self.study.metrics
+        return tuple(
+            metric for metric in self.study.metrics if kind_of(metric) not in GROUP_METRICS
+        )
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -177,9 +199,9 @@ class Results:
         return self._intervals.get((setting, method, metric))
 
     def interval_cells(self, setting: str) -> dict[str, list[str]]:
-        """Return the intervals of all metrics as text, by method; empty if there are none."""
+        """Return the intervals of all columns as text, by method; empty if there are none."""
         found = {
-            method: [self.interval(setting, method, metric) for metric in self.study.metrics]
+            method: [self.interval(setting, method, metric) for metric in self.columns]
             for method in self.study.methods
         }
         if not any(own for row in found.values() for own in row):

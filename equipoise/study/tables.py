@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from equipoise.study.latex import latex_table
+from equipoise.study.metrics import words_of
 from equipoise.study.numbers import Difference, Statistics, mean_and_std
 from equipoise.study.significance import LEAST_SEEDS, LEVEL, TEST, WORSE, Ranking
+from equipoise.text import capital
 
 if TYPE_CHECKING:
     from equipoise.study.results import Results
@@ -85,12 +87,12 @@ def as_markdown(results: Results) -> str:
     """Return the tables as Markdown."""
     lines = []
     for setting in results.tables:
-        for title, header, rows in _tables(results, setting):
-            lines += _table(title, header, rows)
+        for title, first, columns, rows in _tables(results, setting):
+            lines += _table(title, [*first, *columns], rows)
         if intervals := results.interval_cells(setting):
             rows = [[method, *cells] for method, cells in intervals.items()]
             lines += _table(
-                f"{setting}: {results.about_intervals}", ["method", *results.study.metrics], rows
+                f"{setting}: {results.about_intervals}", ["method", *results.columns], rows
             )
     lines += [f"{results.about_marks}\n"] if len(results.study.methods) > 1 else []
     for setting in results.study.folds:
@@ -100,16 +102,11 @@ def as_markdown(results: Results) -> str:
         rows = [
             [
                 method,
-                *(
-                    results.difference(setting, method, metric).cell
-                    for metric in results.study.metrics
-                ),
+                *(results.difference(setting, method, metric).cell for metric in results.columns),
             ]
             for method in results.study.others
         ]
-        lines += _table(
-            results.about_differences(setting), ["method", *results.study.metrics], rows
-        )
+        lines += _table(results.about_differences(setting), ["method", *results.columns], rows)
     lines += [f"Warning: {message}\n" for message in results.warnings]
     lines += [
         f"Failed: `{path.as_posix()}`: {message}\n" for path, message in results.failures.items()
@@ -118,13 +115,12 @@ def as_markdown(results: Results) -> str:
 
 
 def as_latex(results: Results) -> str:
-    """Return the tables as LaTeX, for the package booktabs."""
+    """Return the tables as LaTeX, for the package booktabs, with metrics in words."""
+    note = results.about_marks if len(results.study.methods) > 1 else ""
     return "\n".join(
-        latex_table(
-            title, header, rows, note=results.about_marks if len(results.study.methods) > 1 else ""
-        )
+        latex_table(title, [*map(capital, first), *columns], rows, texts=len(first), note=note)
         for setting in results.tables
-        for title, header, rows in _tables(results, setting)
+        for title, first, columns, rows in _tables(results, setting, words_of)
     )
 
 
@@ -156,21 +152,24 @@ def differences_as_csv(results: Results) -> str:
     )
 
 
-def _tables(results: Results, setting: str) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Yield title, header and rows of the tables of metrics and groups, with marks."""
-    tables = {
-        f"{results.data(setting)}: {results.caption}": {
-            metric: metric for metric in results.study.metrics
-        }
-    }
-    groups = results.groups(setting)
+def _tables(
+    results: Results, setting: str, named: Callable[[str], str] = str
+) -> Iterator[tuple[str, list[str], list[str], list[list[str]]]]:
+    """Yield the tables of metrics and groups, with marks.
+
+    Each has a title, the heads of columns of text and of numbers, and rows. ``named`` makes the
+    head of a column from the name of a metric. Names of groups are heads as they are.
+    """
+    metrics, groups = list(results.columns), results.groups(setting)
+    tables = {f"{results.data(setting)}: {results.caption}": (list(map(named, metrics)), metrics)}
     if len(groups) > 1:
-        tables[f"{setting}: mean over the clients of each group"] = {
-            group: f"groups.{group}" for group in groups
-        }
-    for title, columns in tables.items():
-        models = results.models(setting, columns.values())
-        rankings = {metric: results.ranking(setting, metric) for metric in columns.values()}
+        tables[f"{setting}: mean over the clients of each group"] = (
+            groups,
+            [f"groups.{group}" for group in groups],
+        )
+    for title, (heads, columns) in tables.items():
+        models = results.models(setting, columns)
+        rankings = {metric: results.ranking(setting, metric) for metric in columns}
         rows = []
         for method in results.study.methods:
             cells = (
@@ -178,7 +177,7 @@ def _tables(results: Results, setting: str) -> Iterator[tuple[str, list[str], li
                 for metric, ranking in rankings.items()
             )
             rows.append([method, *([models[method]] if models else []), *cells])
-        yield title, ["method", *(["model"] if models else []), *columns], rows
+        yield title, ["method", *(["model"] if models else [])], heads, rows
 
 
 def _rows(

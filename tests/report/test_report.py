@@ -13,7 +13,7 @@ import yaml
 
 from equipoise import Evaluation
 from equipoise.errors import InputError, RunError
-from equipoise.fairness import METRICS
+from equipoise.fairness import GROUP_METRICS, METRICS
 from equipoise.report import weights, write_report
 from equipoise.report.comparison import CRITERIA, comparisons
 from equipoise.report.entries import find_entries
@@ -185,6 +185,28 @@ def test_a_single_group_is_not_called_the_worst(groups, tmp_path):
     text = page_of(write_run(tmp_path / "run", groups=groups)).text
     assert ("Worst: group" in text) == ("gap between groups" in text) == (groups > 1)
     assert ("Worst: client" in text) == (groups == 1)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_metrics_of_a_single_group_are_left_out(groups, tmp_path):
+    runs = [
+        write_run(tmp_path / method, groups=groups, method=method, unseen=2)
+        for method in ("fedavg", "fedprox")
+    ]
+    page = page_of(runs[0])
+    shown = page.table("All metrics of the accuracy of clients")
+    # Runs of this kind have no generalization gaps.
+    there = [name for name in METRICS if not name.startswith("gap_")]
+    assert list(shown) == [name for name in there if groups > 1 or name not in GROUP_METRICS]
+    of_client = next(iter(page.table("Accuracy of each client").values()))
+    assert ("group" in of_client) == (groups > 1)
+    assert ("Colour and shape show its group" in page.text) == (groups > 1)
+    compared = page_of(*runs, out=tmp_path / "compared.html")
+    for who in ("seen", "unseen"):
+        row = compared.table(f"Accuracy, {who} clients")["fedavg"]
+        columns = [head.split()[0] for head in row if head.split()[0] in METRICS]
+        assert {"mean", "worst10", "sigma_clients"} <= set(columns)
+        assert any(name in GROUP_METRICS for name in columns) == (groups > 1)
 
 
 def test_clusters_against_groups(tmp_path):

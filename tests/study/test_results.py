@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from equipoise.study import Results, study_from
+from equipoise.study.metrics import BETTER, SERVER, TOTALS, check_metric, words_of
 from equipoise.study.significance import LEVEL, holm
 from tests.report.synthetic import write_run
 
@@ -99,8 +101,57 @@ def test_latex_has_the_same_marks():
     assert r"fedavg & \underline{0.804 $\pm$ 0.011} & 0.220 $\pm$ 0.084 \\" in text
     assert r"fedprox & \textbf{0.808 $\pm$ 0.008} & \textbf{0.160 $\pm$ 0.055} \\" in text
     assert r"ditto\_1 & 0.604 $\pm$ 0.011 $^{\dagger}$ & \underline{0.200 $\pm$ 0.071} \\" in text
-    assert r"method & mean & sigma\_clients \\" in text
+    assert r"Method & Mean over clients & $\sigma$ over clients \\" in text
     assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 1
+
+
+def test_heads_in_latex_are_words_and_names_elsewhere():
+    shown = ["auroc", "auroc.mean", "my_own.worst10", "global.unseen.mean", "groups.a_b"]
+    part = {"mean": 0.5, "groups": {"mean": 0.25, "a_b": 0.75}}
+    results = {"personal": {"seen": part}, "global": {"seen": part, "unseen": part}}
+    # The names of metrics are not checked here: my_own would have to be registered.
+    study = replace(study_from({**STUDY, "seeds": [3]}), metrics=tuple(shown))
+    summaries = {
+        job.path: {"score": "accuracy", "round": 1, "results": results} for job in study.jobs
+    }
+    found = Results(study, summaries, {})
+    first, second = found.latex().split(r"\end{table}")[:2]
+    assert (
+        r"Method & Model & auroc: mean over clients & auroc: mean over clients & "
+        r"my\_own: worst tenth of clients & Global, unseen: mean over clients & Group a\_b \\"
+    ) in first
+    assert r"\begin{tabular}{llrrrrr}" in first
+    # Names of groups are not metrics, even if a group is called like one.
+    assert r"Method & Model & mean & a\_b \\" in second
+    assert f"| method | model | {' | '.join(shown)} |" in found.markdown()
+    metrics = {row["metric"] for row in csv.DictReader(io.StringIO(found.csv()))}
+    assert metrics == {*shown, "groups.mean"}
+    assert found.plain()["metrics"] == shown
+
+
+PREFIXES = ("", "val.", "selected.", "each.global.unseen.", "val.each.local.seen.")
+NAMES = [
+    prefix + name.replace("NAME", "x_y")
+    for name in BETTER
+    for prefix in (("",) if name in TOTALS else ("", "val.") if name in SERVER else PREFIXES)
+]
+
+
+@pytest.mark.parametrize("metric", NAMES)
+def test_every_metric_has_words(metric):
+    check_metric(metric, "here")
+    words = words_of(metric)
+    assert ("x_y" in words) == ("x_y" in metric)
+    assert "_" not in words.replace("x_y", "")
+    # Capital letters are for words; a name at the beginning is as it was given.
+    assert words.startswith(("x_y", "σ")) or words[0].isupper()
+
+
+def test_words_of_different_metrics_differ():
+    assert len({words_of(metric) for metric in NAMES}) == len(NAMES)
+    assert words_of("val.each.local.seen.my_own.jain") == (
+        "Validation, mean over rounds, local, seen, my_own: Jain index"
+    )
 
 
 def test_intervals_are_read_from_the_runs(tmp_path):

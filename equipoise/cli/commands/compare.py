@@ -89,6 +89,14 @@ def compare(
     seed: Annotated[
         list[int] | None, typer.Option(help="A seed; may be repeated.", show_default="the file's")
     ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LABEL",
+            help="Show paired differences from this method; finished runs are not repeated.",
+            show_default="the file's",
+        ),
+    ] = None,
     set_: Set = None,
     device: Device = None,
     no_report: NoReport = False,
@@ -137,6 +145,7 @@ def compare(
             settings=setting,
             methods=method,
             seeds=seed,
+            baseline=baseline,
             overrides=overrides_from({"machine.device": ("--device", device)}, set_),
             chosen=read_choices(choice) if choice else None,
             on_import=say_import,

@@ -13,7 +13,7 @@ from equipoise.cli.show.console import LEFT_BEHIND, new_console, new_table, numb
 from equipoise.fairness import METRICS
 from equipoise.parity import FIGURES, RATES
 from equipoise.run.api import Run
-from equipoise.run.records import averaged_over, task_of
+from equipoise.run.records import averaged_over, task_of, telling
 from equipoise.study.runs import counted_rows
 from equipoise.text import size
 
@@ -103,15 +103,18 @@ def _overall(summary: dict[str, Any]) -> Table:
     parts = _parts(summary)
     title = f"\n{summary['score']} on each client's test split"
     table = new_table(title, "metric", *parts, numbers=len(parts), last="what it is")
-    for name, metric in METRICS.items():
-        description = Text(metric.description, style="dim")
+    for name in telling(METRICS, parts.values()):
+        description = Text(METRICS[name].description, style="dim")
         table.add_row(name, *(number(part.get(name)) for part in parts.values()), description)
     return table
 
 
 def _further(summary: dict[str, Any]) -> Table:
     """Show ``evaluation.metrics``, one row for each metric and model."""
-    columns = ("mean", "mean_groups", "sigma_clients", "worst10", "worst_group")
+    parts = _parts(summary)
+    columns = telling(
+        ("mean", "mean_groups", "sigma_clients", "worst10", "worst_group"), parts.values()
+    )
     table = new_table(
         "\nfurther metrics of each client",
         "metric",
@@ -119,10 +122,10 @@ def _further(summary: dict[str, Any]) -> Table:
         "of",
         *columns,
         "left out",
-        numbers=6,
+        numbers=len(columns) + 1,
     )
     for name, declared in summary["metrics"].items():
-        for label, part in _parts(summary).items():
+        for label, part in parts.items():
             of_metric = part["metrics"][name]
             numbers = (number(of_metric.get(column)) for column in columns)
             better = "high" if declared["higher_is_better"] else "low"

@@ -51,7 +51,7 @@ def show_results(results: Results, directory: Path) -> None:
 
 
 def _metrics(results: Results, setting: str) -> Table:
-    metrics = results.study.metrics
+    metrics = results.columns
     header, first = _methods(results, setting, metrics)
     table = new_table(
         f"\n{results.data(setting)}: {results.caption}",
@@ -76,7 +76,7 @@ def _ranked(cell: str, ranking: Ranking, label: str) -> Text:
 
 
 def _intervals(results: Results, cells: dict[str, list[str]]) -> Table:
-    metrics = results.study.metrics
+    metrics = results.columns
     table = new_table(f"\n{results.about_intervals}", "method", *metrics, numbers=len(metrics))
     for label, own in cells.items():
         table.add_row(label, *own)
@@ -84,7 +84,7 @@ def _intervals(results: Results, cells: dict[str, list[str]]) -> Table:
 
 
 def _differences(results: Results, setting: str) -> Table:
-    metrics = results.study.metrics
+    metrics = results.columns
     table = new_table(
         f"\n{results.about_differences(setting)}", "method", *metrics, numbers=len(metrics)
     )
