@@ -51,6 +51,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return made
 
 
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply the batches of clients by their weights, on a CPU with the faster library.
+
+    Parameters
+    ----------
+    x : Tensor
+        ``[clients, samples, columns]``, or the batch of a single client.
+    weight : Tensor
+        ``[clients, rows, columns]``, or the weights of a single client.
+
+    Returns
+    -------
+    Tensor
+        ``x @ weight.mT``, of which derivatives can be taken while PyTorch records them.
+
+    Examples
+    --------
+    >>> product(torch.ones(2, 1, 3), torch.ones(2, 1, 3)).shape
+    torch.Size([2, 1, 1])
+    """
+    # oneDNN has no product of stacks. One call per client takes less time than MKL's for all.
+    if x.dim() != 3 or torch.is_grad_enabled() or not _pays_for(x[0], weight[0]):
+        return x @ weight.mT
+    return torch.stack([_multiplied(*each, None) for each in zip(x, weight, strict=True)])
+
+
 def _pays_for(x: Tensor, weight: Tensor) -> bool:
     """Return whether oneDNN serves a batch and weights, and takes less time than MKL."""
     return (
@@ -102,11 +128,7 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply ``[samples, columns]`` by ``[rows, columns]``, and add the bias ``[rows]``."""
-        weight = _without_overlap(weight)
-        # oneDNN reads a bias as if it were contiguous.
-        bias = None if bias is None else bias.contiguous()
-        made: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return made
+        return _multiplied(x, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -126,10 +148,17 @@ class Product(torch.autograd.Function):
         )
 
 
-def _without_overlap(matrix: Tensor) -> Tensor:
-    """Copy a matrix whose rows may overlap in memory, such as windows of a signal.
+def _multiplied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # oneDNN reads a bias as if it were contiguous.
+    bias = None if bias is None else bias.contiguous()
+    made: Tensor = torch.ops.mkldnn._linear_pointwise(x, _dense(weight), bias, "none", [], "")
+    return made
 
-    oneDNN refuses them as its second matrix.
+
+def _dense(matrix: Tensor) -> Tensor:
+    """Copy a matrix with gaps or overlaps between its rows or columns.
+
+    As its second matrix, oneDNN refuses one whose rows overlap, such as windows of a signal. With
+    gaps, as in every second column of a matrix, it may take hundreds of times as long.
     """
-    (inner, size), (outer, _) = sorted(zip(matrix.stride(), matrix.shape, strict=True))
-    return matrix if inner * size <= outer else matrix.contiguous()
+    return matrix if matrix.is_contiguous() or matrix.mT.is_contiguous() else matrix.contiguous()

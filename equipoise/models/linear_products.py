@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from equipoise.models import cpu_products
 from equipoise.models.kernel_modules import module_with_triton
 from equipoise.models.passes import stacked_on_gpu
 
@@ -52,8 +53,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradients(ctx: Any, upper: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradient by input, weights and bias, of one client or of many."""
     x, weight = ctx.saved_tensors
-    of_x = upper @ weight if ctx.needs_input_grad[0] else None
-    of_weight = upper.mT @ x if ctx.needs_input_grad[1] else None
+    of_x = cpu_products.product(upper, weight.mT) if ctx.needs_input_grad[0] else None
+    of_weight = cpu_products.product(upper.mT, x.mT) if ctx.needs_input_grad[1] else None
     return of_x, of_weight, upper.sum(-2) if ctx.biased else None
 
 
@@ -93,7 +94,7 @@ class StackedProduct(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply ``[clients, samples, columns]`` by the weights of each client."""
-        y = torch.bmm(x, weight.mT)
+        y = cpu_products.product(x, weight)
         return y if bias is None else y.add_(bias.unsqueeze(1))
 
 

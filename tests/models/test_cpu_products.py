@@ -10,7 +10,7 @@ from torch import nn
 from equipoise import train
 from equipoise.data import load
 from equipoise.engine.settings import Machine, Training
-from equipoise.models import cpu_products
+from equipoise.models import cpu_products, linear_products
 from equipoise.models.linear_layers import Linear
 from tests.models.derivatives import agreeing_derivatives, drawn
 
@@ -70,6 +70,56 @@ def test_nothing_changes_in_transforms_and_under_autocast(onednn):
     torch.testing.assert_close(stacked, torch.stack(list(map(F.linear, x, weight))))
     with torch.autocast("cpu", torch.bfloat16):
         assert cpu_products.linear(x[0], weight[0]).dtype == torch.bfloat16
+    assert not onednn
+
+
+@pytest.mark.parametrize(
+    ("matrix", "usable"),
+    [
+        (drawn(32, 64), True),
+        (drawn(32, 64).mT, True),
+        (drawn(64, 64)[::2], False),
+        (drawn(32, 128)[:, ::2], False),
+        (drawn(200).unfold(0, 64, 2), False),
+    ],
+    ids=["plain", "transposed", "every second row", "every second column", "windows"],
+)
+def test_matrices_that_onednn_cannot_use_well_are_copied(matrix, usable):
+    dense = cpu_products._dense(matrix)
+    assert (dense is matrix) == usable
+    assert usable or dense.is_contiguous()
+    assert torch.equal(dense, matrix)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"),
+    [
+        (drawn(3, 32, 256), drawn(3, 256, 256, seed=1)),
+        (drawn(3, 256, 64).mT, drawn(3, 256, 256, seed=1).mT),
+        (drawn(32, 256, 3).movedim(-1, 0), drawn(256, 256, 3, seed=1).movedim(-1, 0)),
+    ],
+    ids=["plain", "transposed", "clients innermost"],
+)
+@pytest.mark.parametrize("biased", [True, False])
+def test_stacked_clients_are_multiplied_one_by_one(x, weight, biased, onednn):
+    bias = (drawn(3, 256, seed=2),) if biased else ()
+    given = (x, weight, *bias)
+
+    def ours(x, weight, bias=None):
+        stacked = (0, 0, 0 if biased else None)
+        return torch.func.vmap(linear_products.linear, in_dims=stacked)(x, weight, bias)
+
+    def theirs(x, weight, bias=None):
+        made = x @ weight.mT
+        return made if bias is None else made + bias.unsqueeze(1)
+
+    agreeing_derivatives(ours, theirs, given)
+    assert len(onednn) >= 9
+
+
+def test_small_products_of_stacked_clients_are_those_of_pytorch(onednn):
+    x, weight = drawn(3, 32, 64), drawn(3, 64, 64)
+    assert torch.equal(cpu_products.product(x, weight), x @ weight.mT)
     assert not onednn
 
 
