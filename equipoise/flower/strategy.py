@@ -61,8 +61,9 @@ class AggregationStrategy(FedAvg):
     ('loss_before', 'lr')
     >>> AggregationStrategy("ditto")
     Traceback (most recent call last):
-    equipoise.errors.InputError: method 'ditto' changes what clients do, so it needs the client app
-    of Equipoise; valid here: methods that change the aggregation only, such as qffl or median
+    equipoise.flower.strategy.UnsupportedMethod: method 'ditto' changes what clients do, so it
+    needs the client app of Equipoise; valid here: methods that change the aggregation only, such as
+    qffl or median
     """
 
     def __init__(self, method: str | Mapping[str, Any], *, seed: int = 0, **options: Any) -> None:
@@ -281,7 +282,7 @@ class _Nodes:
     @property
     def groups(self) -> NoReturn:
         """Refuse to return groups."""
-        raise _unavailable(self.method, "uses groups of clients")
+        raise _unsupported(self.method, "uses groups of clients")
 
     def train(self, *_: Any) -> NoReturn:
         """Refuse to train clients."""
@@ -296,7 +297,7 @@ class _Nodes:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise _unavailable(self.method, "asks clients questions")
+        raise _unsupported(self.method, "asks clients questions")
 
 
 def _cohort_of(
@@ -316,15 +317,15 @@ class _Reports(dict[str, Tensor]):
         self._method = method
 
     def __missing__(self, name: str) -> NoReturn:
-        raise _unavailable(self._method, f"with these options uses the report {name!r}")
+        raise _unsupported(self._method, f"with these options uses the report {name!r}")
 
 
-class _Unavailable(InputError):
+class UnsupportedMethod(InputError):
     """A method that needs more than a strategy of Flower can do."""
 
 
-def _unavailable(method: str, does: str) -> _Unavailable:
-    return _Unavailable(
+def _unsupported(method: str, does: str) -> UnsupportedMethod:
+    return UnsupportedMethod(
         f"method {method!r} {does}, so it needs the client app of Equipoise; valid here: methods "
         "that change the aggregation only, such as qffl or median"
     )
@@ -336,7 +337,7 @@ def _check_only_aggregates(method: Method) -> None:
     # Representations are the answer to a question.
     asks = method.sees >= Sees.REPRESENTATIONS
     if (method.local, method.view) != (plain.local, plain.view) or sends_more or asks:
-        raise _unavailable(method.name, "changes what clients do")
+        raise _unsupported(method.name, "changes what clients do")
     if method.sampler != plain.sampler:
         raise InputError(
             f"method {method.name!r} chooses clients by {method.sampler.name!r}, but here Flower "
@@ -346,7 +347,7 @@ def _check_only_aggregates(method: Method) -> None:
 
 def _check_evaluates_what_it_sends(method: Method, state: State) -> None:
     if method.aggregation.evaluated(state) is not state.model:
-        raise _Unavailable(
+        raise UnsupportedMethod(
             f"method {method.name!r} evaluates another model than the one that clients receive, "
             "which Flower's strategies cannot; for afl, set average: false"
         )
@@ -375,7 +376,7 @@ def _try_rounds(method: Method) -> None:
         for number in range(rounds):
             state = combine_checked(aggregation, replace(state, round=number), updates, cohort)
             _check_evaluates_what_it_sends(method, replace(state, round=number + 1))
-    except _Unavailable:
+    except UnsupportedMethod:
         raise
     except Exception:
         # Aggregations of users may need a model with other names. They are tried in round 1.
