@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import flwr.app
 import pytest
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
@@ -285,19 +286,73 @@ def reporting(node, answer):
     return answer
 
 
-def test_the_page_lists_the_methods_that_work():
-    page = (Path(__file__).parents[2] / "docs" / "flower.md").read_text()
-    listed = re.search(r"change only the aggregation are valid:(.*?)with\s+any guard", page, re.S)[
-        1
-    ]
-    works, app = [], own_app(reporting)
+PAGE = (Path(__file__).parents[2] / "docs" / "flower.md").read_text()
+
+
+def table(head):
+    """Return the rows of a table of the page: for each cell, the names in it."""
+    lines = PAGE.split(f"| {head} |")[1].split("\n\n")[0].splitlines()[2:]
+    return [[re.findall(r"`(\w+)`", cell) for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def test_the_page_lists_the_methods_that_work_and_their_reports():
+    found, app = {}, own_app(reporting)
     for name in set(methods.names()) - {"central"}:
         options = {"average": False} if name == "afl" else {}
         with suppress(InputError):
-            weight = run(strategy_of({"name": name, **options}), app)["linear.weight"]
-            assert bool(torch.isfinite(weight).all())
-            works.append(name)
-    assert re.findall(r"`(\w+)`", listed) == sorted(works)
+            strategy = strategy_of({"name": name, **options})
+            assert bool(torch.isfinite(run(strategy, app)["linear.weight"]).all())
+            found[name] = list(strategy.needs)
+    rows = table("method | reports of clients besides `num-examples`")
+    assert {name: needs for names, needs in rows for name in names} == found
+    explained = {name for names, _ in table("report | value") for name in names}
+    assert explained == {report for needs in found.values() for report in needs}
+
+
+class Shift(torch.nn.Module):
+    """A model of one number."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+
+def fit(model, data, lr):
+    """Add the learning rate once for every sample."""
+    model.weight.data += lr * len(data)
+
+
+def measure(model, data):
+    """Return a loss and an accuracy that do not depend on the model."""
+    return float(len(data)), 1 / len(data)
+
+
+def test_the_app_of_the_page_trains_and_names_the_worst_client():
+    replacing = PAGE.split("### Replace the aggregation")[1]
+    server, train, evaluate, fair = re.findall("```python\n(.*?)```", replacing, re.DOTALL)
+    # Client k has k + 1 samples, so accuracies are 1, 1/2 and 1/3, in groups 0, 0 and 1.
+    found = {
+        **vars(flwr.app),
+        **{"ClientApp": ClientApp, "Net": Shift, "fit": fit, "measure": measure},
+        "load_data": lambda client, split: range(client + 1),
+    }
+    exec(train, found)
+    exec(evaluate, found)
+    found["grid"] = Grid(found["app"], [{"partition-id": k} for k in (2, 0, 1)])
+    exec(server, found)
+    assert len(found["result"].evaluate_metrics_clientapp) == 20
+    assert found["result"].arrays.to_torch_state_dict()["weight"] > 0
+
+    exec(fair, found)
+    summaries = []
+    for clients in ((2, 0, 1), (1, 2, 0)):
+        grid = Grid(found["app"], [{"partition-id": k} for k in clients])
+        result = found["strategy"].start(grid, ArrayRecord(Shift().state_dict()), num_rounds=1)
+        summaries.append(dict(result.evaluate_metrics_clientapp[1]))
+    assert summaries[0] == summaries[1]
+    assert (summaries[0]["worst_client"], summaries[0]["worst_client_id"]) == (1 / 3, 2)
+    assert (summaries[0]["worst_group_id"], summaries[0]["best_group_id"]) == (1, 0)
+    assert summaries[0]["mean_samples"] == pytest.approx(3 / 6)
 
 
 @pytest.mark.parametrize(
