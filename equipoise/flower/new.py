@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from importlib.metadata import version
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from equipoise.checks import name_and_options
 from equipoise.config import Experiment, experiment_from, read_yaml
 from equipoise.documents import yaml_from
 from equipoise.errors import InputError
@@ -23,12 +25,12 @@ EXPERIMENT, APP, PROJECT, README = "experiment.yaml", "app.py", "pyproject.toml"
 _GUARD = Template(
     """
 # One client that sends wrong updates can spoil the model. To bound every update by twice the median
-# norm of all of them, and to drop those beyond five times the median, add a guard to the method
-# (docs/security.md of Equipoise says what it stops, what not, and what it costs):
-#   method: {name: $method, guard: {name: norm, multiple: 2.0, drop: 5.0}}
+# norm of all of them, and to drop those beyond five times the median, replace the method by the
+# same with a guard (docs/security.md of Equipoise says what it stops, what not, and what it costs):
+#   $by_median
 # or with a fixed bound on the norm, a little above those that honest clients reach (guard_norms in
 # rounds.jsonl):
-#   method: {name: $method, guard: {name: norm, bound: 2.0}}
+#   $by_bound
 """
 )
 
@@ -180,7 +182,7 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
         "differing": differing,
     }
     if read.method.guard is None and read.method.local.keeps != "all":
-        text = text.rstrip("\n") + "\n" + _GUARD.substitute(facts)
+        text = text.rstrip("\n") + "\n" + _guard_hint(content.get("method", read.method.name))
     contents = {
         APP: _APP,
         EXPERIMENT: text,
@@ -199,6 +201,26 @@ def new_app(directory: Path, experiment: Path) -> list[Path]:
     for file, written in contents.items():
         (directory / file).write_text(written, encoding="utf-8")
     return [directory / file for file in contents]
+
+
+def _guard_hint(method: Any) -> str:
+    """Return the hint about guards, with all options that the method has in the experiment."""
+    name, options = name_and_options(method, "method")
+    guards = {
+        "by_median": {"name": "norm", "multiple": 2.0, "drop": 5.0},
+        "by_bound": {"name": "norm", "bound": 2.0},
+    }
+    lines = {
+        key: yaml.safe_dump(
+            {"name": name, **options, "guard": guard},
+            default_flow_style=True,
+            sort_keys=False,
+            allow_unicode=True,
+            width=math.inf,
+        ).strip()
+        for key, guard in guards.items()
+    }
+    return _GUARD.substitute({key: f"method: {line}" for key, line in lines.items()})
 
 
 def _with_clients(text: str, content: dict[str, Any], clients: int) -> str:

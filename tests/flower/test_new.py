@@ -16,11 +16,13 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from typer.testing import CliRunner
 
+from equipoise import methods
 from equipoise.cli import app
 from equipoise.config import experiment_from, load_experiment
 from equipoise.errors import InputError
 from equipoise.flower import QUIET
 from equipoise.flower.new import new_app
+from equipoise.methods import describe
 
 
 @pytest.fixture
@@ -56,11 +58,36 @@ def test_a_norm_bound_is_suggested_and_off(experiment, tmp_path):
         for line in suggested
     ]
     assert [guard.bound for guard in guards] == [None, 2.0]
+    assert suggested[1] == "method: {name: ditto, lam: 0.5, guard: {name: norm, bound: 2.0}}"
     # With a guard no advice is needed, and without updates there is nothing to guard.
     for number, method in enumerate(("{name: ditto, guard: norm}", "local")):
         experiment.write_text(f"method: {method}\ndata: digits\n")
         new_app(tmp_path / f"app-{number}", experiment)
         assert "#   method" not in (tmp_path / f"app-{number}" / "experiment.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "",
+        "method: ditto",
+        "method:\n  name: fedrep\n  weights: uniform\n  aggregation: {name: qffl, q: 3.0}",
+        "method: {name: fedbabu, tune_epochs: 7, sampling: size}",
+        "method: {name: client2vec, host: {name: fedprox, mu: 1e-05}}",
+    ],
+)
+def test_the_suggested_guard_changes_nothing_else_of_the_method(method, experiment, tmp_path):
+    experiment.write_text(f"{method}\ndata: digits\n")
+    new_app(tmp_path / "my-app", experiment)
+    text = (tmp_path / "my-app" / "experiment.yaml").read_text()
+    suggested = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#   method: ")]
+    before = load_experiment(experiment).method
+    for line in suggested:
+        after = experiment_from({"data": "digits", **yaml.safe_load(line)}).method
+        assert after.guard.name == "norm"
+        assert describe(after) == describe(
+            methods.build(**{**describe(before), "guard": after.guard})
+        )
 
 
 def test_the_app_holds_both_halves(experiment, tmp_path):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+import flwr.app
 import pytest
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
@@ -16,7 +18,9 @@ from flwr.serverapp.strategy import FedAvg
 from equipoise import methods
 from equipoise.errors import InputError, RunError
 from equipoise.flower import AggregationStrategy
-from tests.flower.loop import LoopGrid
+from equipoise.flower.strategy import _Row
+from equipoise.method import Aggregation
+from tests.flower.loop import FIRST_NODE, LoopGrid, error
 
 SIZES = (1, 1, 2)
 
@@ -24,8 +28,8 @@ SIZES = (1, 1, 2)
 class Grid(LoopGrid):
     """Answers as soon as it is asked. Another client may join after round 1."""
 
-    def __init__(self, app, clients, late=None):
-        super().__init__(app, clients)
+    def __init__(self, app, clients, late=None, tamper=None):
+        super().__init__(app, clients, tamper=tamper)
         self.late = late
 
     def send_and_receive(self, messages, *, timeout=None):
@@ -123,7 +127,7 @@ def test_an_update_that_cannot_be_used_is_left_out(caplog):
             {"num-examples": 1e30},
             "1e+30 as num-examples, which is not in the range from 1 to 1e+12",
         ),
-        ({"num-examples": [1.0]}, "other records or metrics than most clients"),
+        ({"num-examples": [1.0]}, "answered with a list as num-examples"),
         ({"num-examples": math.nan}, "answered with nan as num-examples"),
         ({"another": 1.0}, "other records or metrics than most clients"),
     ],
@@ -147,18 +151,132 @@ def test_a_guard_drops_clients(caplog):
 
     weight = run(strategy_of({"name": "fedavg", "guard": "norm"}), own_app(far))["linear.weight"]
     assert weight[0, 0] == 1.5
-    assert "dropped clients [2]" in caplog.text
+    far_node = FIRST_NODE + 2 * 7
+    assert f"continues without the nodes {far_node}: dropped by the guard 'norm'" in caplog.text
     with pytest.raises(RunError, match="the guard 'krum' needs the updates of 5 clients"):
         run(strategy_of({"name": "fedavg", "guard": "krum"}))
 
 
-def test_a_report_that_is_missing_is_named(caplog):
-    def without(node, answer):
-        del answer["metrics"]["loss_before"]
+def without(*names, clients=range(3)):
+    """Leave out metrics of some clients."""
+
+    def change(node, answer):
+        for name in names if node in clients else ():
+            del answer["metrics"][name]
         return answer
 
-    run(strategy_of("qffl"), own_app(without))
-    assert "answered with nothing as loss_before (its MetricRecord)" in caplog.text
+    return change
+
+
+NODES = [FIRST_NODE, FIRST_NODE + 7, FIRST_NODE + 14]
+
+
+def test_reports_that_all_clients_forget_end_the_run_with_one_error(caplog):
+    app = own_app(without("loss_before", "lr"))
+    with pytest.raises(RunError) as raised:
+        run(strategy_of("qffl"), app, rounds=2)
+    assert str(raised.value) == (
+        "round 1: none of the answers can be used: answered without loss_before and lr in its "
+        f"MetricRecord (nodes {NODES[0]}, {NODES[1]}, {NODES[2]}). Method 'qffl' needs "
+        "num-examples, loss_before and lr in the MetricRecord of every client"
+    )
+    assert "continues without" not in caplog.text
+
+
+def test_a_client_that_sends_all_reports_is_used_although_most_forget_one(caplog):
+    app = own_app(without("loss_before", clients=(0, 1)))
+    assert run(strategy_of("term"), app)["linear.weight"][0, 0] == 3
+    assert caplog.text.count("answered without loss_before in its MetricRecord") == 2
+
+
+def test_different_reasons_are_listed_with_their_nodes():
+    def change(node, answer):
+        if node == 1:
+            answer["metrics"]["lr"] = 0.0
+        return nan_of(2)(node, without("num-examples", clients=(0,))(node, answer))
+
+    with pytest.raises(RunError) as raised:
+        run(strategy_of("qffl"), own_app(change))
+    for says in (
+        f"answered without num-examples in its MetricRecord (node {NODES[0]})",
+        f"answered with 0 as lr, which is not in the range from 1e-12 to 1e+24 (node {NODES[1]})",
+        f"answered with NaN or infinity in linear.weight (node {NODES[2]})",
+    ):
+        assert says in str(raised.value)
+
+
+def failing_in(*rounds):
+    """Lose all answers of some rounds, as if the nodes had failed."""
+
+    def tamper(node, message, reply):
+        lost = message.content["config"]["server-round"] in rounds
+        return error(message, reply) if lost else reply
+
+    return tamper
+
+
+@pytest.mark.parametrize(("lost", "expected"), [((2, 3), 2.25), ((1, 3), 2.25), ((1, 2, 3), 0.0)])
+def test_rounds_without_answers_keep_the_model(lost, expected, caplog):
+    weight = run(strategy_of("fedavg"), rounds=3, tamper=failing_in(*lost))["linear.weight"]
+    assert weight[0, 0] == expected
+    for number in lost:
+        assert f"round {number}: no client answered, so the model stays as it is" in caplog.text
+    assert ("the result has the initial arrays" in caplog.text) == (len(lost) == 3)
+
+
+def test_sizes_are_those_of_the_round_as_in_flower():
+    """The sizes of rounds 1 and 2 are (1, 1, 2) and (3, 1, 2)."""
+    seen = []
+
+    def change(node, answer):
+        seen.append(node)
+        if node == 0 and seen.count(0) % 2 == 0:
+            answer["metrics"]["num-examples"] = 3
+        return answer
+
+    ours = run(strategy_of("fedavg"), own_app(change), rounds=2)
+    assert ours["linear.weight"][0, 0] == pytest.approx(9 / 4 + (3 + 2 + 2 * 3) / 6)
+    theirs = run(FedAvg(fraction_evaluate=0.0), own_app(change), rounds=2)
+    torch.testing.assert_close(ours["linear.weight"], theirs["linear.weight"])
+
+
+def test_a_strategy_that_is_started_again_forgets_the_nodes_of_the_first_run():
+    strategy = strategy_of({"name": "afl", "average": False})
+    run(strategy)
+    run(strategy, clients=2)
+    assert strategy._state.server["clients"]["ids"].tolist() == [0, 1]
+
+
+def test_clients_without_validation_data_report_nan_and_take_part():
+    def change(node, answer):
+        values = math.nan if node == 2 else float(node + 1)
+        answer["metrics"].update(val_loss_before=values, val_loss_after=0.0)
+        return answer
+
+    # Round 1 has no gaps. Those of round 2 are 1, 2 and none: 0.2 · (1 - 1 / 2) is added to the
+    # weight of client 1 and subtracted from that of client 0, which are 1 / 3 each.
+    weight = run(strategy_of("ga"), own_app(change), rounds=2)["linear.weight"][0, 0]
+    assert float(weight) == pytest.approx(2 + (1 / 3 - 0.1) + 2 * (1 / 3 + 0.1) + 3 / 3)
+
+
+def test_reports_are_not_rounded():
+    """float64 has 0.1, float32 has 0.10000000149."""
+    strategy = strategy_of("qffl")
+    rows = {0: _Row(RecordDict(), {}, 1, {"loss_before": 0.1, "lr": 0.1})}
+    assert strategy._stacked(rows, []).reports["lr"].tolist() == [0.1]
+
+
+def test_a_model_that_is_not_finite_ends_the_run():
+    """The power 1.5 of a negative loss is not defined."""
+
+    def change(node, answer):
+        answer["metrics"]["loss_before"] = float(node - 1)
+        return answer
+
+    with pytest.raises(RunError) as raised:
+        run(strategy_of({"name": "qffl", "q": 1.5}), own_app(change))
+    assert "has computed a model with NaN or infinity in linear.weight" in str(raised.value)
+    assert "clients reported loss_before from -1 to 1 and lr from 0.1 to 0.1" in str(raised.value)
 
 
 def reporting(node, answer):
@@ -168,19 +286,73 @@ def reporting(node, answer):
     return answer
 
 
-def test_the_page_lists_the_methods_that_work():
-    page = (Path(__file__).parents[2] / "docs" / "flower.md").read_text()
-    listed = re.search(r"change only the aggregation are valid:(.*?)with\s+any guard", page, re.S)[
-        1
-    ]
-    works, app = [], own_app(reporting)
+PAGE = (Path(__file__).parents[2] / "docs" / "flower.md").read_text()
+
+
+def table(head):
+    """Return the rows of a table of the page: for each cell, the names in it."""
+    lines = PAGE.split(f"| {head} |")[1].split("\n\n")[0].splitlines()[2:]
+    return [[re.findall(r"`(\w+)`", cell) for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def test_the_page_lists_the_methods_that_work_and_their_reports():
+    found, app = {}, own_app(reporting)
     for name in set(methods.names()) - {"central"}:
         options = {"average": False} if name == "afl" else {}
         with suppress(InputError):
-            weight = run(strategy_of({"name": name, **options}), app)["linear.weight"]
-            assert bool(torch.isfinite(weight).all())
-            works.append(name)
-    assert re.findall(r"`(\w+)`", listed) == sorted(works)
+            strategy = strategy_of({"name": name, **options})
+            assert bool(torch.isfinite(run(strategy, app)["linear.weight"]).all())
+            found[name] = list(strategy.needs)
+    rows = table("method | reports of clients besides `num-examples`")
+    assert {name: needs for names, needs in rows for name in names} == found
+    explained = {name for names, _ in table("report | value") for name in names}
+    assert explained == {report for needs in found.values() for report in needs}
+
+
+class Shift(torch.nn.Module):
+    """A model of one number."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+
+def fit(model, data, lr):
+    """Add the learning rate once for every sample."""
+    model.weight.data += lr * len(data)
+
+
+def measure(model, data):
+    """Return a loss and an accuracy that do not depend on the model."""
+    return float(len(data)), 1 / len(data)
+
+
+def test_the_app_of_the_page_trains_and_names_the_worst_client():
+    replacing = PAGE.split("### Replace the aggregation")[1]
+    server, train, evaluate, fair = re.findall("```python\n(.*?)```", replacing, re.DOTALL)
+    # Client k has k + 1 samples, so accuracies are 1, 1/2 and 1/3, in groups 0, 0 and 1.
+    found = {
+        **vars(flwr.app),
+        **{"ClientApp": ClientApp, "Net": Shift, "fit": fit, "measure": measure},
+        "load_data": lambda client, split: range(client + 1),
+    }
+    exec(train, found)
+    exec(evaluate, found)
+    found["grid"] = Grid(found["app"], [{"partition-id": k} for k in (2, 0, 1)])
+    exec(server, found)
+    assert len(found["result"].evaluate_metrics_clientapp) == 20
+    assert found["result"].arrays.to_torch_state_dict()["weight"] > 0
+
+    exec(fair, found)
+    summaries = []
+    for clients in ((2, 0, 1), (1, 2, 0)):
+        grid = Grid(found["app"], [{"partition-id": k} for k in clients])
+        result = found["strategy"].start(grid, ArrayRecord(Shift().state_dict()), num_rounds=1)
+        summaries.append(dict(result.evaluate_metrics_clientapp[1]))
+    assert summaries[0] == summaries[1]
+    assert (summaries[0]["worst_client"], summaries[0]["worst_client_id"]) == (1 / 3, 2)
+    assert (summaries[0]["worst_group_id"], summaries[0]["best_group_id"]) == (1, 0)
+    assert summaries[0]["mean_samples"] == pytest.approx(3 / 6)
 
 
 @pytest.mark.parametrize(
@@ -191,9 +363,26 @@ def test_the_page_lists_the_methods_that_work():
         ("fedgr", "'fedgr' changes what clients do"),
         ({"name": "fedavg", "sampling": "size"}, "chooses clients by 'size'"),
         ("faa", "'faa' asks clients questions"),
+        ({"name": "faa", "every": 5}, "'faa' asks clients questions"),
+        ({"name": "term", "tilts": "groups"}, "'term' uses groups of clients"),
+        ({"name": "fednova", "effective": "steps"}, "uses the report 'steps'"),
         ("afl", "'afl' evaluates another model .* set average: false"),
     ],
 )
-def test_methods_that_need_more_are_refused(method, says):
+def test_methods_that_need_more_are_refused_before_clients_train(method, says):
     with pytest.raises(InputError, match=says):
-        run(strategy_of(method), own_app(reporting))
+        strategy_of(method)
+
+
+@dataclass(frozen=True)
+class OnlyLinear(Aggregation):
+    """Averages one layer, whose name it knows, and keeps the others."""
+
+    def combine(self, state, updates, cohort):
+        rows = updates.params["linear.weight"]
+        return state.with_global({"linear.weight": rows.mean(0)})
+
+
+def test_an_own_aggregation_that_needs_certain_tensors_is_not_refused():
+    model = run(strategy_of({"name": "fedavg", "aggregation": OnlyLinear()}))
+    assert (model["linear.weight"][0, 0], model["norm.running_mean"][0]) == (2, 0)
