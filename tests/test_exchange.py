@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from equipoise.errors import InputError
 from equipoise.exchange import Updates, mix
 from equipoise.stacks import weighted_sums
 from tests.allocations import Largest
@@ -120,7 +121,7 @@ def test_some_of_some_of_the_clients():
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_every_chosen_client_needs_one_weight(count):
-    with pytest.raises(IndexError, match=f"{count} weights for a stack of 3 clients"):
+    with pytest.raises(InputError, match=f"{count} weights for a stack of 3 clients"):
         mix(updates_of_five().of(CHOSEN), torch.ones(count))
 
 
@@ -259,7 +260,7 @@ def test_rows_that_were_read_and_changed_are_summed(field):
 
 @pytest.mark.parametrize("count", [1, 3, 6])
 def test_every_client_needs_one_weight_if_rows_are_replaced(count):
-    with pytest.raises(IndexError, match=f"{count} weights for a stack of 5 clients"):
+    with pytest.raises(InputError, match=f"{count} weights for a stack of 5 clients"):
         mix(updates_of_five().with_rows(REPLACED, new_rows()), torch.ones(count))
 
 
