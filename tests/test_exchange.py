@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from equipoise.errors import InputError
-from equipoise.exchange import Updates, mix
+from equipoise.exchange import Updates, mix, mix_tree
 from equipoise.stacks import weighted_sums
 from tests.allocations import Largest
 
@@ -310,3 +311,41 @@ def test_sums_over_replaced_rows_need_no_memory_for_whole_rows(zeros, dtype):
     with Largest() as largest:
         updates.with_rows(which, rows).params["w"].sum()
     assert largest.bytes == 10 * dtype.itemsize << 20
+
+
+@pytest.mark.parametrize("weights", [[0.25, 0.75], (0.25, 0.75), np.array([0.25, 0.75])], ids=repr)
+def test_weights_may_be_any_numbers(weights):
+    two = Updates({"w": torch.tensor([[1.0], [5.0]])}, {"m": torch.tensor([0.0, 8.0])}, {}, {})
+    assert mix(two, weights) == {"w": torch.tensor([4.0]), "m": torch.tensor(6.0)}
+    assert mix_tree(two.params, weights) == {"w": torch.tensor([4.0])}
+    chosen = two.of(np.array([False, True]))
+    assert mix(chosen, [0.5])["w"] == 2.5
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([0.5, 0.25, 0.25], "there are 3 weights for a stack of 2 clients; valid: one weight per"),
+        ({"a": 0.5, "b": 0.5}, "weights are {'a': 0.5, 'b': 0.5}; valid: one number per client"),
+        (["a", "b"], "weights are ['a', 'b']; valid: one number per client"),
+        (None, "weights are None; valid: one number per client"),
+        (0.5, "weights have the shape (); valid: one number per client"),
+        (torch.ones(2, 1), "weights have the shape (2, 1); valid: one number per client"),
+    ],
+)
+def test_weights_that_are_not_one_number_per_client_are_refused(weights, message):
+    two = Updates({"w": torch.ones(2, 1)}, {}, {}, {})
+    for sums in (lambda: mix(two, weights), lambda: mix_tree(two.params, weights)):
+        with pytest.raises(InputError, match=re.escape(message)):
+            sums()
+
+
+def test_a_report_that_was_not_requested_is_explained():
+    two = Updates({}, {}, {}, {"train_loss": torch.tensor([1.0, 2.0])})
+    for updates in (two, two.of(np.array([True, False])), replace(two, uploads={})):
+        assert updates.reports["train_loss"][0] == 1
+        assert updates.reports.get("loss_before") is None
+        with pytest.raises(InputError, match=r"has no 'loss_before', because .* needs = \('loss_be"):
+            updates.reports["loss_before"]
+        with pytest.raises(InputError, match="unknown report 'trainloss' .* mean 'train_loss'"):
+            updates.reports["trainloss"]
