@@ -345,7 +345,9 @@ def test_a_report_that_was_not_requested_is_explained():
     for updates in (two, two.of(np.array([True, False])), replace(two, uploads={})):
         assert updates.reports["train_loss"][0] == 1
         assert updates.reports.get("loss_before") is None
-        with pytest.raises(InputError, match=r"has no 'loss_before', because .* needs = \('loss_be"):
+        with pytest.raises(
+            InputError, match=r"has no 'loss_before', because .* needs = \('loss_be"
+        ):
             updates.reports["loss_before"]
         with pytest.raises(InputError, match="unknown report 'trainloss' .* mean 'train_loss'"):
             updates.reports["trainloss"]

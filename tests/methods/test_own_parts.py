@@ -352,8 +352,8 @@ def test_a_tensor_that_clients_sent_and_combine_forgot_is_named(sent, forgotten)
     if forgotten:
         with pytest.raises(
             InputError,
-            match=r"^aggregation 'careless': combine did not set head.b of the model, which clients "
-            r"sent; .* state.model\['head.b'\].clone\(\)",
+            match=r"^aggregation 'careless': combine did not set head.b of the model, which "
+            r"clients sent; .* state.model\['head.b'\].clone\(\)",
         ):
             combine_checked(Careless(after), BEFORE, sent, None)
     else:
