@@ -5,7 +5,7 @@ Import these from :mod:`equipoise.method`, the interface of methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from equipoise.errors import InputError, unknown
 from equipoise.stacks import weighted_sums
 from equipoise.tree import Tree
 
@@ -22,6 +23,25 @@ if TYPE_CHECKING:
     from equipoise.method import LocalRule
 
 Reports = dict[str, Tensor]
+
+REQUESTED_REPORTS = (
+    *(f"{split}loss_{when}" for split in ("", "val_") for when in ("before", "after")),
+    *(f"{split}score_{when}" for split in ("", "val_") for when in ("before", "after")),
+    *("lr", "gradient_weight"),
+)
+"""Reports that clients send only if the aggregation ``needs`` them."""
+
+
+class _ExplainedReports(Reports):
+    """Reports whose error for a missing one says how to get it."""
+
+    def __missing__(self, name: str) -> Tensor:
+        if name in REQUESTED_REPORTS:
+            raise InputError(
+                f"updates.reports has no {name!r}, because the aggregation does not request it; "
+                f"add it: needs = ({name!r},)"
+            )
+        raise unknown("report", name, {*REQUESTED_REPORTS, *self}, where="updates.reports")
 
 
 @dataclass(frozen=True)
@@ -44,6 +64,10 @@ class Updates:
     buffers: Tree
     uploads: dict[str, Tree]
     reports: Reports
+
+    def __post_init__(self) -> None:
+        """Let reports explain why one is missing."""
+        object.__setattr__(self, "reports", _ExplainedReports(self.reports))
 
     @property
     def param_names(self) -> list[str]:
@@ -153,7 +177,7 @@ class _Assembled(Updates):
 
     @cached_property
     def reports(self) -> Reports:
-        return self._together(lambda updates: updates.reports)
+        return _ExplainedReports(self._together(lambda updates: updates.reports))
 
     @property
     def param_names(self) -> list[str]:
@@ -321,7 +345,11 @@ class State:
         return replace(self, notes={**self.notes, **notes})
 
 
-def mix(updates: Updates, weights: Tensor, upload: str | None = None) -> Tree:
+Weights = Tensor | Sequence[float] | NDArray[np.floating]
+"""One weight per client."""
+
+
+def mix(updates: Updates, weights: Weights, upload: str | None = None) -> Tree:
     """Return the weighted sum of the clients' parameters and buffers, or of a tree of uploads.
 
     Sums are in float64 and in the order of the clients.
@@ -330,7 +358,7 @@ def mix(updates: Updates, weights: Tensor, upload: str | None = None) -> Tree:
     ----------
     updates : Updates
         What the cohort sent.
-    weights : Tensor
+    weights : Tensor or sequence of float
         One weight per client, ``[K]``, normally summing to one.
     upload : str, optional
         The name of the tree of uploads.
@@ -345,20 +373,38 @@ def mix(updates: Updates, weights: Tensor, upload: str | None = None) -> Tree:
     >>> two = Updates({"w": torch.tensor([[1.0], [3.0]])}, {}, {"c": {"v": torch.ones(2)}}, {})
     >>> mix(two, torch.tensor([0.5, 0.5]))
     {'w': tensor([2.])}
-    >>> mix(two, torch.tensor([0.5, 0.5]), upload="c")
+    >>> mix(two, [0.5, 0.5], upload="c")
     {'v': tensor(1.)}
     """
-    return updates.mixed(weights, upload)
+    return updates.mixed(_as_tensor(weights), upload)
 
 
-def mix_tree(stacked: Tree, weights: Tensor, changed: tuple[Tensor, Tree] | None = None) -> Tree:
+def _as_tensor(weights: Weights) -> Tensor:
+    """Return weights as a vector, and refuse what is not one."""
+    if isinstance(weights, Tensor) and weights.dim() == 1:
+        return weights
+    try:
+        made = torch.as_tensor(weights, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"weights are {weights!r}; valid: one number per client, in the order of cohort.ids"
+        ) from error
+    if made.dim() != 1:
+        raise InputError(
+            f"weights have the shape {tuple(made.shape)}; valid: one number per client, in the "
+            "order of cohort.ids"
+        )
+    return made
+
+
+def mix_tree(stacked: Tree, weights: Weights, changed: tuple[Tensor, Tree] | None = None) -> Tree:
     """Return the weighted sum over clients of one stacked tree; see :func:`mix`.
 
     Parameters
     ----------
     stacked : Tree
         ``[K, ...]`` each.
-    weights : Tensor
+    weights : Tensor or sequence of float
         ``[K]``.
     changed : tuple of Tensor and Tree, optional
         Positions of clients, ascending, and the rows that count instead of theirs. Tensors that it
@@ -370,7 +416,7 @@ def mix_tree(stacked: Tree, weights: Tensor, changed: tuple[Tensor, Tree] | None
     {'w': tensor([2.5000])}
     """
     rows = None if changed is None else (changed[0], [changed[1].get(name) for name in stacked])
-    sums = weighted_sums(list(stacked.values()), weights, rows)
+    sums = weighted_sums(list(stacked.values()), _as_tensor(weights), rows)
     return dict(zip(stacked, sums, strict=True))
 
 

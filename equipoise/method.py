@@ -33,6 +33,8 @@ from equipoise.method_parts import (
     Sees,
     View,
     carried_over,
+    check_needs,
+    check_phases,
 )
 from equipoise.phases import (
     Fact,
@@ -74,6 +76,7 @@ __all__ = [
     "Value",
     "View",
     "carried_over",
+    "check_needs",
     "check_state",
     "class_counts",
     "combine_checked",
@@ -128,6 +131,8 @@ class Method:
                 f"guard {self.guard.name!r} has nothing to do; leave it out"
             )
         local, aggregation = self.local, self.aggregation
+        check_needs(aggregation)
+        check_phases(local)
         for reader, wants, giver, gives, slot in (
             (local, local.receives, aggregation, aggregation.sends, "aggregation"),
             (aggregation, aggregation.collects, local, local.uploads, "local"),
@@ -237,7 +242,9 @@ def personal_model(model: Tree, kept: Tree) -> Tree:
 def combine_checked(
     aggregation: Aggregation, state: State, updates: Updates, cohort: Cohort
 ) -> State:
-    """Call ``combine`` of an aggregation, and check that the model has the same names and shapes.
+    """Call ``combine`` of an aggregation, and check the model that it returns.
+
+    It must have the same names and shapes. Either all tensors that clients sent are set, or none.
 
     Parameters
     ----------
@@ -268,9 +275,19 @@ def combine_checked(
     equipoise.errors.InputError: aggregation 'forgetful': combine left w out of the model; ...
     """
     after: object = aggregation.combine(state, updates, cohort)
-    return check_state(
-        state, after, f"aggregation {aggregation.name or type(aggregation).__name__!r}: combine"
-    )
+    where = f"aggregation {aggregation.name or type(aggregation).__name__!r}: combine"
+    checked = check_state(state, after, where)
+    unset = [name for name, tensor in checked.model.items() if tensor is state.model[name]]
+    # A round without any new tensor is valid: the weights of all clients may be zero.
+    if unset and len(unset) < len(checked.model):
+        sent = {*updates.param_names, *updates.buffers}
+        if forgotten := [name for name in unset if name in sent]:
+            raise InputError(
+                f"{where} did not set {forgotten[0]} of the model, which clients sent; set it to "
+                f"mix(updates, weights)[{forgotten[0]!r}], or, to keep its old value, to "
+                f"state.model[{forgotten[0]!r}].clone()"
+            )
+    return checked
 
 
 def check_state(state: State, after: object, where: str) -> State:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from equipoise.client import Finished
-from equipoise.exchange import Cohort, State, Updates
+from equipoise.errors import InputError, unknown
+from equipoise.exchange import REQUESTED_REPORTS, Cohort, State, Updates
 from equipoise.phases import Fact, Phase
 from equipoise.tree import Parts, Tree
 
@@ -298,12 +299,66 @@ class Aggregation(Part):
         return {"model": state.model}, {}
 
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
-        """Return the next state. It must be pure, since it is repeated if a client fails."""
+        """Return the next state. It must be pure, since it is repeated if a client fails.
+
+        If it sets the global model, it must set every tensor that clients send.
+        """
         raise NotImplementedError
 
     def evaluated(self, state: State) -> Tree:
         """Return the model that is evaluated and saved, by default the one sent to clients."""
         return state.model
+
+
+def check_needs(aggregation: Aggregation | type[Aggregation]) -> None:
+    """Refuse an aggregation, or its class, that needs reports which do not exist.
+
+    Examples
+    --------
+    >>> class Typo(Aggregation):
+    ...     needs = ("loss_befor",)
+    >>> check_needs(Typo)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    equipoise.errors.InputError: unknown report 'loss_befor' in needs of Typo; did you mean ...
+    """
+    needs: Any = aggregation.needs
+    kind = aggregation if isinstance(aggregation, type) else type(aggregation)
+    # The needs of a wrapper are those of its host, which its class does not know.
+    if isinstance(needs, property):
+        return
+    if not isinstance(needs, tuple | list):
+        raise InputError(f"needs of {kind.__name__} is {needs!r}; valid: a tuple of names")
+    for name in needs:
+        if name not in REQUESTED_REPORTS:
+            raise unknown("report", name, REQUESTED_REPORTS, where=f"needs of {kind.__name__}")
+
+
+def check_phases(local: LocalRule) -> None:
+    """Refuse a local rule whose ``phases`` or ``adapt`` returns anything but phases.
+
+    Examples
+    --------
+    >>> class Single(LocalRule):
+    ...     def phases(self):
+    ...         return Phase()
+    >>> check_phases(Single())
+    Traceback (most recent call last):
+    equipoise.errors.InputError: phases of Single returns a Phase; valid: a tuple of phases, such as
+    (Phase(...),)
+    """
+    for name, listed in (("phases", local.phases()), ("adapt", local.adapt())):
+        found: Any = listed
+        if isinstance(found, tuple | list):
+            found = next((phase for phase in found if not isinstance(phase, Phase)), None)
+            if found is None:
+                continue
+            what = f"a {type(listed).__name__} with {found!r}"
+        else:
+            what = "None" if found is None else f"a {type(found).__name__}"
+        raise InputError(
+            f"{name} of {type(local).__name__} returns {what}; valid: a tuple of phases, such as "
+            "(Phase(...),)"
+        )
 
 
 def carried_over(old: Tree, new: Tree, lasting: tuple[str, ...] | None = None) -> Tree:

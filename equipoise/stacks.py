@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from equipoise import reused_memory
+from equipoise.errors import InputError
 from equipoise.models.kernel_modules import module_with_triton
 from equipoise.tree import flat_rows, pieces
 
@@ -64,8 +65,9 @@ def weighted_sums(
     """
     for stack in stacks:
         if len(stack) != len(weights):
-            raise IndexError(
-                f"there are {len(weights)} weights for a stack of {len(stack)} clients"
+            raise InputError(
+                f"there are {len(weights)} weights for a stack of {len(stack)} clients; valid: one "
+                "weight per client"
             )
     if stacks and (kernels := _serving(stacks, _ADDED)) is not None:
         if changed is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from equipoise.exchange import Updates, mix
+from equipoise.errors import InputError
+from equipoise.exchange import Updates, mix, mix_tree
 from equipoise.stacks import weighted_sums
 from tests.allocations import Largest
 
@@ -120,7 +122,7 @@ def test_some_of_some_of_the_clients():
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_every_chosen_client_needs_one_weight(count):
-    with pytest.raises(IndexError, match=f"{count} weights for a stack of 3 clients"):
+    with pytest.raises(InputError, match=f"{count} weights for a stack of 3 clients"):
         mix(updates_of_five().of(CHOSEN), torch.ones(count))
 
 
@@ -259,7 +261,7 @@ def test_rows_that_were_read_and_changed_are_summed(field):
 
 @pytest.mark.parametrize("count", [1, 3, 6])
 def test_every_client_needs_one_weight_if_rows_are_replaced(count):
-    with pytest.raises(IndexError, match=f"{count} weights for a stack of 5 clients"):
+    with pytest.raises(InputError, match=f"{count} weights for a stack of 5 clients"):
         mix(updates_of_five().with_rows(REPLACED, new_rows()), torch.ones(count))
 
 
@@ -309,3 +311,43 @@ def test_sums_over_replaced_rows_need_no_memory_for_whole_rows(zeros, dtype):
     with Largest() as largest:
         updates.with_rows(which, rows).params["w"].sum()
     assert largest.bytes == 10 * dtype.itemsize << 20
+
+
+@pytest.mark.parametrize("weights", [[0.25, 0.75], (0.25, 0.75), np.array([0.25, 0.75])], ids=repr)
+def test_weights_may_be_any_numbers(weights):
+    two = Updates({"w": torch.tensor([[1.0], [5.0]])}, {"m": torch.tensor([0.0, 8.0])}, {}, {})
+    assert mix(two, weights) == {"w": torch.tensor([4.0]), "m": torch.tensor(6.0)}
+    assert mix_tree(two.params, weights) == {"w": torch.tensor([4.0])}
+    chosen = two.of(np.array([False, True]))
+    assert mix(chosen, [0.5])["w"] == 2.5
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([0.5, 0.25, 0.25], "there are 3 weights for a stack of 2 clients; valid: one weight per"),
+        ({"a": 0.5, "b": 0.5}, "weights are {'a': 0.5, 'b': 0.5}; valid: one number per client"),
+        (["a", "b"], "weights are ['a', 'b']; valid: one number per client"),
+        (None, "weights are None; valid: one number per client"),
+        (0.5, "weights have the shape (); valid: one number per client"),
+        (torch.ones(2, 1), "weights have the shape (2, 1); valid: one number per client"),
+    ],
+)
+def test_weights_that_are_not_one_number_per_client_are_refused(weights, message):
+    two = Updates({"w": torch.ones(2, 1)}, {}, {}, {})
+    for sums in (lambda: mix(two, weights), lambda: mix_tree(two.params, weights)):
+        with pytest.raises(InputError, match=re.escape(message)):
+            sums()
+
+
+def test_a_report_that_was_not_requested_is_explained():
+    two = Updates({}, {}, {}, {"train_loss": torch.tensor([1.0, 2.0])})
+    for updates in (two, two.of(np.array([True, False])), replace(two, uploads={})):
+        assert updates.reports["train_loss"][0] == 1
+        assert updates.reports.get("loss_before") is None
+        with pytest.raises(
+            InputError, match=r"has no 'loss_before', because .* needs = \('loss_be"
+        ):
+            updates.reports["loss_before"]
+        with pytest.raises(InputError, match="unknown report 'trainloss' .* mean 'train_loss'"):
+            updates.reports["trainloss"]

@@ -14,6 +14,7 @@ from equipoise.engine.phase_run import PhaseRun
 from equipoise.engine.replay import Replay
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.workshop import Workshop
+from equipoise.errors import InputError
 from equipoise.methods import build
 from equipoise.models.base import Model
 from equipoise.random import seeded
@@ -84,7 +85,7 @@ def test_types_that_the_kernels_cannot_add_are_added_by_torch(called):
 
 
 def test_every_client_has_one_weight(called):
-    with pytest.raises(IndexError, match="5 weights for a stack of 4 clients"):
+    with pytest.raises(InputError, match="5 weights for a stack of 4 clients"):
         weighted_sums([stack(4, 3)], torch.ones(5))
     assert called in (None, [])
 

@@ -232,8 +232,8 @@ class Network:
         return any(layer.running_mean is None for _, layer in self._norms)
 
     def blank(self) -> nn.Module:
-        """Return a copy of the original module, in its own types, to be filled with parameters."""
-        return convert(copy.deepcopy(self.given))
+        """Return a copy of the original module, with its own layers, to be filled with tensors."""
+        return copy.deepcopy(self.given)
 
     def apply(
         self,

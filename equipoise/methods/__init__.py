@@ -18,7 +18,17 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 
 from equipoise.annotations import types_in
 from equipoise.errors import InputError, unknown
-from equipoise.method import Aggregation, Guard, LocalRule, Method, Part, Sampler, Sees, View
+from equipoise.method import (
+    Aggregation,
+    Guard,
+    LocalRule,
+    Method,
+    Part,
+    Sampler,
+    Sees,
+    View,
+    check_needs,
+)
 from equipoise.wrapping import Wrapper
 
 SLOTS: dict[str, type[Part]] = {
@@ -117,6 +127,8 @@ def _refuse_incomplete(part: type[Any], name: str) -> None:
                 f"{part.__qualname__}, registered as {name!r}, has a method 'begin', which is "
                 "called only for parts with needs_everyone = True"
             )
+    if issubclass(part, Aggregation):
+        check_needs(part)
     for kind, needed in _NEEDED.items():
         if issubclass(part, kind) and getattr(part, needed) is getattr(kind, needed):
             raise InputError(

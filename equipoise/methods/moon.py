@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from equipoise.checks import count, real
 from equipoise.client import Client, Finished
+from equipoise.errors import InputError
 from equipoise.method import LocalRule, Phase
 from equipoise.methods import register
 from equipoise.models.base import outputs_of, width_of
+from equipoise.models.headed import Headed
 from equipoise.tree import Tree, select
 
 
@@ -58,6 +60,12 @@ class Moon(LocalRule):
         """Add the projection head between features and head, if ``projection`` is set."""
         if self.projection is None:
             return model
+        if isinstance(model, Headed):
+            raise InputError(
+                f"moon.projection={self.projection} replaces the head, but the model has been "
+                "divided by the name of its head and keeps it; valid: a module that has this "
+                "projection itself, or a model with the parts features and head"
+            )
         wide = width_of(model, shape)
         outputs = outputs_of(model, wide)
         layers = nn.Linear(wide, wide), nn.ReLU(), nn.Linear(wide, self.projection)

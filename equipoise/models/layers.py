@@ -3,8 +3,8 @@
 ``convert`` replaces a model's BatchNorm, LayerNorm, Dropout, linear, convolution, max-pooling and
 padded embedding layers by such layers, sequences of some of them by one that does several in one
 go, and recurrent layers by those of :mod:`equipoise.models.sequences`.
-Outside the engine they behave exactly like the layers they replace, so a finished model is an
-ordinary ``nn.Module``.
+Outside the engine they behave exactly like the layers they replace. Only the engine's own copy of a
+model is converted: finished models have the original layers.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation
 from equipoise.imports import import_of_run
 from equipoise.method import Method
-from equipoise.models.layers import convert
 from equipoise.optimizers import OPTIMIZER_OPTIONS
 from equipoise.run.callbacks import Callback, Listeners, checked
 from equipoise.run.checkpoint import read_local
@@ -115,18 +114,19 @@ class Run:
         )
 
     def model(self, client: int | str | None = None) -> nn.Module:
-        """Return the global model, or a client's personal model, ready to use.
+        """Return the global model, or the model that a client uses.
 
         Parameters
         ----------
         client : int or str, optional
-            The client, by number or name. Its personal model is the one that was evaluated. The
-            global model by default.
+            The client, by number or name. Its model is its personal model, the one that was
+            evaluated, or the global model if it has none. The global model by default.
 
         Returns
         -------
         nn.Module
-            In evaluation mode, on the CPU.
+            In evaluation mode, on the CPU, with the layers of the module that was trained; see
+            "Take the model with you" in ``docs/own_models.md``.
         """
         selected = self.trainer.selected()
         blank, federation = self.trainer.engine.network.blank(), self.trainer.federation
@@ -491,9 +491,9 @@ def load(
     run : path
         The run directory.
     client : int or str, optional
-        The client whose personal model is returned, by number, or by name if clients have names. It
-        is the model that was evaluated; unseen clients have adapted the global one. The global
-        model by default.
+        The client whose model is returned, by number, or by name if clients have names. It is its
+        personal model, the one that was evaluated; unseen clients have adapted the global one. If
+        the client has none, it is the global model. The global model by default.
     local : bool
         Whether to return the client's local model instead: after its training in the last round,
         before aggregation, with the parts that it keeps. The run must have used
@@ -509,7 +509,7 @@ def load(
     Returns
     -------
     nn.Module
-        In evaluation mode, on the CPU.
+        In evaluation mode, on the CPU, with the layers of the module that was trained.
 
     Examples
     --------
@@ -551,12 +551,10 @@ def load(
         )
     number = client_number(client, read_names(directory))
     if local:
-        return undivided(
-            filled(convert(module), local_tensors(read_local(directory), number)), config
-        )
+        return undivided(filled(module, local_tensors(read_local(directory), number)), config)
     chosen, whole = read_selected(directory)
     registered = config["resolved"]["clients"]
-    return undivided(chosen_model(convert(module), chosen, registered, number, whole=whole), config)
+    return undivided(chosen_model(module, chosen, registered, number, whole=whole), config)
 
 
 def _named(value: str | Mapping[str, Any], what: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,12 +31,16 @@ def divided(module: nn.Module, head: str | None) -> nn.Module:
 
 
 def undivided(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
-    """Return the original module, if it was divided by the argument ``head``."""
-    return (
-        module.whole().eval()
-        if isinstance(module, Headed) and "head" in config["model"]
-        else module
-    )
+    """Return the original module, if it was divided by the argument ``head``.
+
+    A part that the method has put before it comes first in a sequence of both.
+    """
+    if not isinstance(module, Headed) or "head" not in config["model"]:
+        return module
+    inputs, whole = module.inputs, module.whole()
+    if inputs is not None:
+        whole = nn.Sequential(OrderedDict(inputs=inputs, module=whole))
+    return whole.eval()
 
 
 def model_of(config: Mapping[str, Any], directory: Path, module: nn.Module | None) -> nn.Module:
@@ -119,10 +124,10 @@ def local_tensors(models: Models, client: int | None) -> Tree:
 def chosen_model(
     module: nn.Module, chosen: Models, registered: int, client: int | None, *, whole: bool
 ) -> nn.Module:
-    """Fill a module with the global model, or with a client's model if ``client`` is given.
+    """Fill a module with the global model, or with the model that a client uses.
 
-    If clients keep parts of the shared model, there is no complete global model, and only clients
-    that have taken part have a model.
+    A client without a personal model uses the global one. If clients keep parts of the shared
+    model, there is no complete global model, and only clients that have taken part have a model.
     """
     tensors = dict(chosen.shared)
     if not whole and (
@@ -137,20 +142,13 @@ def chosen_model(
             f"{asked}, and clients of this method keep parts of the model; "
             f"valid: client= one of {', '.join(map(str, chosen.clients))}"
         )
-    if client is not None:
-        if not chosen.own:
-            raise InputError(
-                f"client {client} has no personal model; with this method all clients use the "
-                "global model"
-            )
-        if not 0 <= client < registered:
-            raise InputError(f"client {client} does not exist; valid: 0 to {registered - 1}")
-        # A client that has never taken part still has the global model.
-        if client in chosen.clients:
-            row = chosen.clients.index(client)
-            tensors = personal_model(
-                chosen.shared, {name: stack[row] for name, stack in chosen.own.items()}
-            )
+    if client is not None and not 0 <= client < registered:
+        raise InputError(f"client {client} does not exist; valid: 0 to {registered - 1}")
+    if client in chosen.clients:
+        row = chosen.clients.index(client)
+        tensors = personal_model(
+            chosen.shared, {name: stack[row] for name, stack in chosen.own.items()}
+        )
     return filled(module, tensors)
 
 

@@ -12,7 +12,18 @@ import torch
 from equipoise import methods, train
 from equipoise.data import load
 from equipoise.errors import InputError
-from equipoise.method import Aggregation, LocalRule, Phase, Sampler, State, combine_checked
+from equipoise.exchange import REQUESTED_REPORTS
+from equipoise.method import (
+    Aggregation,
+    LocalRule,
+    Phase,
+    Sampler,
+    State,
+    Updates,
+    combine_checked,
+    mix,
+    mix_tree,
+)
 from equipoise.methods import build, describe, make_part, register
 from equipoise.methods.fedavg import FedAvg
 
@@ -320,3 +331,104 @@ def test_what_is_no_next_state_is_refused(result, fault):
 def test_a_next_state_may_have_other_numbers_in_another_order_and_other_things_kept():
     after = State(3, {"head.b": torch.ones(3), "features.w": torch.ones(2, 3)}, {"pace": {}})
     assert combine_checked(Careless(after), BEFORE, None, None) is after
+
+
+def stacked(**clients):
+    return {name.replace("_", "."): torch.ones(2, *shape) for name, shape in clients.items()}
+
+
+@pytest.mark.parametrize(
+    ("sent", "forgotten"),
+    [
+        (Updates(stacked(features_w=(2, 3), head_b=(3,)), {}, {}, {}), True),
+        # A buffer, such as a running mean of BatchNorm, counts as well.
+        (Updates(stacked(features_w=(2, 3)), stacked(head_b=(3,)), {}, {}), True),
+        # Clients keep the head, so nobody sends it.
+        (Updates(stacked(features_w=(2, 3)), {}, {}, {}), False),
+    ],
+)
+def test_a_tensor_that_clients_sent_and_combine_forgot_is_named(sent, forgotten):
+    after = BEFORE.with_global({"features.w": torch.ones(2, 3)})
+    if forgotten:
+        with pytest.raises(
+            InputError,
+            match=r"^aggregation 'careless': combine did not set head.b of the model, which "
+            r"clients sent; .* state.model\['head.b'\].clone\(\)",
+        ):
+            combine_checked(Careless(after), BEFORE, sent, None)
+    else:
+        assert combine_checked(Careless(after), BEFORE, sent, None) is after
+    kept = after.with_global({"head.b": BEFORE.model["head.b"].clone()})
+    for valid in (kept, BEFORE):
+        assert combine_checked(Careless(valid), BEFORE, sent, None) is valid
+
+
+def test_a_run_stops_if_combine_forgets_the_statistics_of_batchnorm():
+    @dataclass(frozen=True)
+    class OnlyParams(FedAvg):
+        def combine(self, state, updates, cohort):
+            return state.with_global(mix_tree(updates.params, cohort.prior))
+
+    digits = load("digits")
+    with pytest.raises(InputError, match="combine did not set .*running_mean of the model"):
+        train(digits, method=build("fedavg", aggregation=OnlyParams()), model="bncnn", rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("needs", "message"),
+    [
+        (
+            ("loss_befor",),
+            "unknown report 'loss_befor' in needs of Curious; did you mean 'loss_before'? Valid: "
+            "gradient_weight, loss_after, loss_before, lr, score_after, score_before, "
+            "val_loss_after, val_loss_before, val_score_after, val_score_before",
+        ),
+        ("loss_before", "needs of Curious is 'loss_before'; valid: a tuple of names"),
+    ],
+)
+def test_needs_that_no_client_can_report_are_refused(needs, message):
+    curious = dataclass(frozen=True)(type("Curious", (FedAvg,), {"needs": needs}))
+    for attempt in (
+        lambda: register("curious")(curious),
+        lambda: build("fedavg", aggregation=curious()),
+    ):
+        with pytest.raises(InputError) as caught:
+            attempt()
+        assert str(caught.value) == message
+    assert "curious" not in methods.names()
+
+
+def test_every_report_that_is_valid_in_needs_is_sent():
+    found = {}
+
+    @dataclass(frozen=True)
+    class Curious(FedAvg):
+        needs = REQUESTED_REPORTS
+
+        def combine(self, state, updates, cohort):
+            found.update({name: updates.reports[name] for name in self.needs})
+            return state.with_global(mix(updates, cohort.prior))
+
+    train(load("digits"), method=build("fedavg", aggregation=Curious()), rounds=1)
+    assert len(found) == 10
+    assert all(report.isfinite().all() for report in found.values())
+
+
+@pytest.mark.parametrize(
+    ("returned", "what"),
+    [
+        (Phase(), "a Phase"),
+        (None, "None"),
+        ([Phase(), "features"], "a list with 'features'"),
+        ((Phase,), "a tuple with <class"),
+    ],
+    ids=["phase", "none", "text", "class"],
+)
+@pytest.mark.parametrize("name", ["phases", "adapt"])
+def test_what_is_no_tuple_of_phases_is_refused(name, returned, what):
+    rule = dataclass(frozen=True)(type("Single", (LocalRule,), {name: lambda self: returned}))
+    with pytest.raises(
+        InputError,
+        match=f"{name} of Single returns {what}.*; valid: a tuple of phases, such as",
+    ):
+        build("fedavg", local=rule())

@@ -605,12 +605,6 @@ def test_what_cannot_be_loaded_is_refused(tmp_path):
         load(tmp_path / "run", client=9)
     with pytest.raises(InputError, match="client 99 does not exist"):
         run.model(99)
-    small_run(tmp_path / "shared")
-    with pytest.raises(
-        InputError,
-        match="client 0 has no personal model; with this method all clients use the global model",
-    ):
-        load(tmp_path / "shared", client=0)
     with pytest.raises(InputError, match=r"nowhere holds no run: cannot read config.yaml"):
         load(tmp_path / "nowhere")
 
