@@ -9,11 +9,15 @@ from typing import Any
 from equipoise.fairness import METRICS
 from equipoise.report.html import Cell, Section, answered, number, paragraph, plural, table
 from equipoise.report.reading import Part, RunRecord
+from equipoise.run.left_out import rounds_left_out
 from equipoise.run.records import averaged_over, several_groups, telling
 from equipoise.text import capital
 
 # The metrics that reports show first.
 FIRST = ("mean", "worst10", "sigma_clients", "worst_group", "group_gap")
+# How many clients whose updates were left out are named in a line.
+MOST_NAMED = 3
+SAMPLING = "Who took part how often"
 MODELS = {
     "global": "The global model, which all clients share.",
     "personal": "The personal models: each client is evaluated with its own.",
@@ -45,8 +49,35 @@ def of_run(record: RunRecord) -> Section:
     worst = f"client {worst_client(record, part)} ({number(part['worst_client'])})."
     if several_groups(part):
         worst = f"group {part['worst_group_name']} ({number(part['worst_group'])}) and {worst}"
-    body = f'<dl class="tiles">{tiles}</dl>{paragraph(f"Worst: {worst}")}{which(record, lead)}'
-    return Section("headline", "Results", body + metrics_table(record))
+    body = f'<dl class="tiles">{tiles}</dl>{paragraph(f"Worst: {worst}")}{left_out(record)}'
+    return Section("headline", "Results", body + which(record, lead) + metrics_table(record))
+
+
+def left_out(record: RunRecord) -> str:
+    """Return a line about clients whose updates were left out of rounds, if there are any."""
+    found = record.summary.get("updates_left_out")
+    if not found:
+        return ""
+    text = f"Updates of clients were left out of rounds: {left_out_names(found)}."
+    link = f'The reasons are in <a href="#sampling">{escape(SAMPLING)}</a>.'
+    return f'<div class="caution"><p>{escape(text)} {link}</p></div>'
+
+
+def left_out_names(found: Mapping[str, Any]) -> str:
+    """Return the clients whose updates were left out most often.
+
+    Examples
+    --------
+    >>> north = {"name": "north", "rounds_left_out": 2, "rounds_asked": 3}
+    >>> left_out_names({"clients": 1, "worst": [north]})
+    'north (2 of 3 rounds)'
+    """
+    named = [
+        f"{entry['name']} ({rounds_left_out(entry)} rounds)"
+        for entry in found["worst"][:MOST_NAMED]
+    ]
+    more = found["clients"] - len(named)
+    return ", ".join(named) + (f" and {plural(more, 'other client')}" if more else "")
 
 
 def worst_client(record: RunRecord, part: Mapping[str, Any]) -> str:

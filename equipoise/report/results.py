@@ -8,7 +8,7 @@ from html import escape
 from equipoise.fairness import GROUP_METRICS, METRICS
 from equipoise.report.charts import Chart, Series
 from equipoise.report.comparison import Comparison
-from equipoise.report.headline import at_round
+from equipoise.report.headline import at_round, left_out_names
 from equipoise.report.html import (
     Cell,
     Section,
@@ -222,6 +222,13 @@ def cautions(comparison: Comparison) -> str:
     unfinished = [str(record.directory) for record in records if not record.finished]
     if unfinished:
         said.append(f"Unfinished runs, at their last evaluated round: {', '.join(unfinished)}.")
+    for label, runs in comparison.runs.items():
+        said += [
+            f"Updates of clients were left out of rounds of {label}, seed {record.seed}: "
+            f"{left_out_names(found)}."
+            for record in runs
+            if (found := record.summary.get("updates_left_out"))
+        ]
     for who in comparison.whose:
         parts = [part for label in comparison.runs if (part := comparison.part(label, who))]
         if len({part.split for part in parts}) > 1:

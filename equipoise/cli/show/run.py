@@ -13,6 +13,7 @@ from equipoise.cli.show.console import LEFT_BEHIND, new_console, new_table, numb
 from equipoise.fairness import METRICS
 from equipoise.parity import FIGURES, RATES
 from equipoise.run.api import Run
+from equipoise.run.left_out import listed, rounds_left_out
 from equipoise.run.records import averaged_over, task_of, telling
 from equipoise.study.runs import counted_rows
 from equipoise.text import size
@@ -52,6 +53,8 @@ def show_run(run: Run) -> None:
             console.print(table)
     else:
         console.print(_why_nothing(run.config))
+    if left_out := summary.get("updates_left_out"):
+        console.print(_left_out(left_out))
     for split, values in summary.get("server", {}).items():
         console.print(
             f"server, {split}: {', '.join(f'{name} {value:.4f}' for name, value in values.items())}"
@@ -65,6 +68,15 @@ def show_run(run: Run) -> None:
         )
     if run.directory:
         console.print(f"files: {run.directory}", soft_wrap=True)
+
+
+def _left_out(found: dict[str, Any]) -> Table:
+    """Show the clients whose updates were left out of rounds."""
+    title = f"\nupdates left out of rounds: {listed(found)}"
+    table = new_table(title, "client", "rounds", last="last reason")
+    for entry in found["worst"]:
+        table.add_row(entry["name"], rounds_left_out(entry), entry["reason"])
+    return table
 
 
 def _why_nothing(config: dict[str, Any]) -> str:
