@@ -40,8 +40,8 @@ def of_run(record: RunRecord) -> Section:
             for name in ("messages", "evaluations")
         )
         after += paragraph(
-            f"A client that is asked gets {messages:.1f} messages per round, and evaluates models on "
-            f"its splits {evaluations:.1f} times per round for the method. Evaluation for this "
+            f"A client that is asked gets {messages:.1f} messages per round, and evaluates models "
+            f"on its splits {evaluations:.1f} times per round for the method. Evaluation for this "
             "report is not included."
         )
     else:

@@ -10,7 +10,7 @@ from equipoise.fairness import METRICS
 from equipoise.report.html import Cell, Section, answered, number, paragraph, plural, table
 from equipoise.report.reading import Part, RunRecord
 from equipoise.run.left_out import rounds_left_out
-from equipoise.run.records import averaged_over, several_groups, telling
+from equipoise.run.records import averaged_over, further_metrics, several_groups, telling
 from equipoise.text import capital
 
 # The metrics that reports show first.
@@ -50,7 +50,8 @@ def of_run(record: RunRecord) -> Section:
     if several_groups(part):
         worst = f"group {part['worst_group_name']} ({number(part['worst_group'])}) and {worst}"
     body = f'<dl class="tiles">{tiles}</dl>{paragraph(f"Worst: {worst}")}{left_out(record)}'
-    return Section("headline", "Results", body + which(record, lead) + metrics_table(record))
+    tables = metrics_table(record) + further_table(record)
+    return Section("headline", "Results", body + which(record, lead) + tables)
 
 
 def left_out(record: RunRecord) -> str:
@@ -144,3 +145,17 @@ def metrics_table(record: RunRecord) -> str:
     return table(
         f"All metrics of the {record.score} of clients", header, rows, texts=[len(parts) + 1]
     )
+
+
+def further_table(record: RunRecord) -> str:
+    """Return ``evaluation.metrics`` of all models and clients; empty without any."""
+    columns, rows = further_metrics(record.summary, record.parts)
+    if not rows:
+        return ""
+    cells = [
+        [name, better, part.words, *(number(own.get(column)) for column in columns)]
+        + [f"{own['left_out']:,}"]
+        for name, better, part, own in rows
+    ]
+    header = ["metric", "better", "of", *columns, "clients without a value"]
+    return table("Further metrics of each client", header, cells, texts=[1, 2])

@@ -14,7 +14,7 @@ from equipoise.fairness import METRICS
 from equipoise.parity import FIGURES, RATES
 from equipoise.run.api import Run
 from equipoise.run.left_out import listed, rounds_left_out
-from equipoise.run.records import averaged_over, task_of, telling
+from equipoise.run.records import averaged_over, further_metrics, task_of, telling
 from equipoise.study.runs import counted_rows
 from equipoise.text import size
 
@@ -123,10 +123,7 @@ def _overall(summary: dict[str, Any]) -> Table:
 
 def _further(summary: dict[str, Any]) -> Table:
     """Show ``evaluation.metrics``, one row for each metric and model."""
-    parts = _parts(summary)
-    columns = telling(
-        ("mean", "mean_groups", "sigma_clients", "worst10", "worst_group"), parts.values()
-    )
+    columns, rows = further_metrics(summary, _parts(summary))
     table = new_table(
         "\nfurther metrics of each client",
         "metric",
@@ -136,12 +133,9 @@ def _further(summary: dict[str, Any]) -> Table:
         "left out",
         numbers=len(columns) + 1,
     )
-    for name, declared in summary["metrics"].items():
-        for label, part in parts.items():
-            of_metric = part["metrics"][name]
-            numbers = (number(of_metric.get(column)) for column in columns)
-            better = "high" if declared["higher_is_better"] else "low"
-            table.add_row(name, better, label, *numbers, str(of_metric["left_out"]))
+    for name, better, label, own in rows:
+        numbers = (number(own.get(column)) for column in columns)
+        table.add_row(name, better, label, *numbers, str(own["left_out"]))
     return table
 
 
