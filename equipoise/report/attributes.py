@@ -16,13 +16,12 @@ from equipoise.report.html import (
     details,
     number,
     paragraph,
-    plural,
     slug,
     spread,
     table,
 )
 from equipoise.report.reading import Part, RunRecord
-from equipoise.text import capital
+from equipoise.text import capital, plural
 
 _TITLE = "Attributes of samples: rates and parity by value"
 # With more values, the table of all clients by value is left out.

@@ -41,11 +41,15 @@ class Part(NamedTuple):
     split: str
 
     @property
+    def data(self) -> str:
+        """The split in words."""
+        return "validation" if self.split == "val" else "test"
+
+    @property
     def words(self) -> str:
         """The part in words."""
-        data = "validation" if self.split == "val" else "test"
         model = "global model" if self.model == "global" else f"{self.model} models"
-        return f"{model}, {self.who} clients, {data} data"
+        return f"{model}, {self.who} clients, {self.data} data"
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,13 @@ from equipoise.report.html import (
     details,
     number,
     paragraph,
-    plural,
     spread,
     table,
 )
 from equipoise.study.intervals import CONFIDENCE, RESAMPLES
 from equipoise.study.reading import OWN_COLUMNS
 from equipoise.study.significance import LEAST_SEEDS, LEVEL, TEST, WORSE, Ranking, rank_methods
-from equipoise.text import capital
+from equipoise.text import capital, plural
 
 COLUMNS = (
     "mean",

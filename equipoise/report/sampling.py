@@ -9,9 +9,10 @@ from equipoise.report.charts import Chart
 from equipoise.report.colours import palette, ranked
 from equipoise.report.comparison import Comparison
 from equipoise.report.headline import SAMPLING
-from equipoise.report.html import Section, paragraph, plural, table
+from equipoise.report.html import Section, paragraph, table
 from equipoise.report.reading import RunRecord
 from equipoise.run.left_out import listed, rounds_left_out
+from equipoise.text import plural
 
 
 def of_run(record: RunRecord) -> Section:

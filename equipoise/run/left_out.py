@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from equipoise.run.records import Row
+from equipoise.text import plural
 
 # How many clients a summary lists.
 MOST_LISTED = 20
@@ -122,4 +123,4 @@ def listed(found: Mapping[str, Any]) -> str:
     count, shown = found["clients"], len(found["worst"])
     if shown < count:
         return f"the worst {shown} of {count:,} clients"
-    return f"{count} client{'s' * (count != 1)}"
+    return plural(count, "client")
