@@ -33,6 +33,8 @@ COLUMNS = (
     "group_gap",
     "sigma_groups",
 )
+# Returns the values of a metric by seed, for the label of a method and the metric.
+BySeed = Callable[[str, str], dict[int, float]]
 # With more methods than this, only those of the Pareto set are named in charts.
 MOST_NAMES = 8
 
@@ -146,11 +148,12 @@ def further_table(comparison: Comparison, who: str) -> str:
     ]
     if not metrics:
         return ""
-    header, cells = ranked_columns(
-        comparison, metrics, lambda label, metric: comparison.by_seed(label, who, metric)
+    return ranked_table(
+        comparison,
+        f"Further metrics, {who} clients",
+        metrics,
+        lambda label, metric: comparison.by_seed(label, who, metric),
     )
-    rows = [[label, *own] for label, own in cells.items()]
-    return table(comparison.title(f"Further metrics, {who} clients"), ["method", *header], rows)
 
 
 def study_table(comparison: Comparison) -> str:
@@ -163,18 +166,22 @@ def study_table(comparison: Comparison) -> str:
     ]
     if set(metrics) <= others:
         return ""
-    header, cells = ranked_columns(comparison, metrics, comparison.of_study)
-    rows = [[label, *own] for label, own in cells.items()]
-    return table(comparison.title("Metrics of the study"), ["method", *header], rows)
+    return ranked_table(comparison, "Metrics of the study", metrics, comparison.of_study)
+
+
+def ranked_table(
+    comparison: Comparison, caption: str, metrics: Sequence[str], by_seed: BySeed
+) -> str:
+    """Return a table of methods and metrics; see :func:`ranked_columns`."""
+    header, cells = ranked_columns(comparison, metrics, by_seed)
+    rows: list[list[str | Cell]] = [[label, *own] for label, own in cells.items()]
+    return table(comparison.title(caption), ["method", *header], rows)
 
 
 def ranked_columns(
-    comparison: Comparison, metrics: Sequence[str], by_seed: Callable[[str, str], dict[int, float]]
+    comparison: Comparison, metrics: Sequence[str], by_seed: BySeed
 ) -> tuple[list[str], dict[str, list[Cell]]]:
-    """Return the headers of metrics with their directions, and the marked cells of each method.
-
-    ``by_seed`` returns the values of a metric by seed, for the label of a method and the metric.
-    """
+    """Return the headers of metrics with their directions, and the marked cells of each method."""
     header: list[str] = []
     cells: dict[str, list[Cell]] = {label: [] for label in comparison.runs}
     for metric in metrics:
