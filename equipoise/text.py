@@ -1,4 +1,4 @@
-"""Text for users: text from files and clients made safe to print, and numbers of bytes."""
+"""Text for users: text from files and clients made safe to print, and numbers with units."""
 
 from __future__ import annotations
 
@@ -103,6 +103,17 @@ def capital(text: str) -> str:
     """
     # Symbols such as σ have another meaning as capital letters.
     return text[:1].upper() + text[1:] if text[:1].isascii() else text
+
+
+def plural(count: int, what: str) -> str:
+    """Format a number with a noun.
+
+    Examples
+    --------
+    >>> plural(1, "round"), plural(3, "round")
+    ('1 round', '3 rounds')
+    """
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def size(count: float) -> str:

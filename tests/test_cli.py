@@ -521,7 +521,7 @@ def test_clients_of_one_group_are_listed(call):
     code, stdout, _ = call("run", *given, "--out", "a")
     table = stdout.partition("who is left behind: clients, the worst first")[2].splitlines()
     assert code == 0
-    assert table[1].split()[:2] == ["client", "samples"]
+    assert table[1].split()[:3] == ["client", "test", "samples"]
     assert sorted(line.split()[0] for line in table[2:4]) == ["north", "south"]
     assert "served worst" in table[2]
     worst = json.loads(Path("a/summary.json").read_text())["results"]["global"]["seen"]

@@ -23,7 +23,7 @@ from equipoise.engine.cohort_checks import (
     question_of,
     refuse_second_training,
 )
-from equipoise.engine.contract import LOST
+from equipoise.engine.contract import ADVICE, LOST, number_and_name
 from equipoise.engine.evaluation import Measured, evaluate_shared, evaluate_stacked
 from equipoise.engine.facts import compute_fact, facts_before
 from equipoise.engine.layout import KEPT, Layout
@@ -236,11 +236,14 @@ class StackedCohort:
         if not faults or len(faults) == len(self.ids):
             return updates
         named = {int(self.ids[position]): reason for position, reason in faults.items()}
+        view = self.engine.view
         log.warning(
-            "round %d continues without %s",
+            "round %d continues without %s%s",
             self.round + 1,
-            ", ".join(f"client {c}: {why}" for c, why in named.items()),
+            ", ".join(f"{number_and_name(c, view)}: {why}" for c, why in named.items()),
+            "" if self.engine.gave_advice else f"; {ADVICE}",
         )
+        self.engine.gave_advice = True
         kept = ~np.isin(self.ids, list(named))
         self._leave_out(named)
         return updates.of(kept)

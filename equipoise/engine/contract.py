@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,26 @@ from equipoise.method import Cohort, Method, Phase
 from equipoise.metrics import Metric
 from equipoise.tree import Tree
 
+if TYPE_CHECKING:
+    from equipoise.federation import Federation
+
 # The reason for clients that are left out because they did not answer a question after training.
 LOST = "lost after training"
+# What to do if numbers of a client are not finite or too large.
+ADVICE = "a smaller learning rate or training.clip may help"
+
+
+def number_and_name(client: int, federation: Federation) -> str:
+    """Return the number of a client for messages, with its name if it has one.
+
+    Examples
+    --------
+    >>> from equipoise.data import load
+    >>> number_and_name(7, load("digits"))
+    'client 7 (plain 8)'
+    """
+    number, name = f"client {client}", federation.client_name(client)
+    return number if name == number else f"{number} ({name})"
 
 
 class ClientsLost(RunError):

@@ -104,6 +104,8 @@ class StackedEngine:
         self.delivered = Delivered()
         self.absent: dict[int, str] = {}
         self.total_was_read = False
+        # Whether a warning has said what to do about updates that cannot be used.
+        self.gave_advice = False
         self.metrics: tuple[Metric, ...] = ()
         self.counting: Counting | None = None
         self.train_indices = torch.from_numpy(self.view.train.indices).to(device)

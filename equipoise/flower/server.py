@@ -25,6 +25,7 @@ from equipoise.flower.silo import engine_over, holds_samples, read_experiment
 from equipoise.run.api import Run
 from equipoise.run.callbacks import Callback
 from equipoise.run.directory import CONFIG
+from equipoise.run.left_out import rounds_left_out
 from equipoise.run.trainer import Progress
 
 log = logging.getLogger("flwr.equipoise")
@@ -231,5 +232,13 @@ def _tell_results(run: Run, directory: Path | None) -> None:
                 part["worst_group"],
                 part["worst_group_name"],
             )
+    for entry in run.summary.get("updates_left_out", {"worst": ()})["worst"]:
+        log.warning(
+            "updates of client %d (%s) were left out of %s rounds: %s",
+            entry["client"],
+            entry["name"],
+            rounds_left_out(entry),
+            entry["reason"],
+        )
     if directory is not None:
         log.info("files: %s; for a page about the run: equipoise report %s", directory, directory)

@@ -26,10 +26,11 @@ from equipoise.report.comparison import comparisons
 from equipoise.report.entries import Entry, find_entries
 from equipoise.report.files import save_figures
 from equipoise.report.headline import at_round
-from equipoise.report.html import Section, plural
+from equipoise.report.html import Section
 from equipoise.report.page import page
 from equipoise.report.sections import sections_compared, sections_of_run
 from equipoise.run.files import write_atomically
+from equipoise.text import plural
 
 __all__ = ["REPORT", "write_report"]
 

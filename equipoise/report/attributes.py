@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from html import escape
 from statistics import fmean
 from typing import Any
@@ -16,13 +16,12 @@ from equipoise.report.html import (
     details,
     number,
     paragraph,
-    plural,
     slug,
     spread,
     table,
 )
 from equipoise.report.reading import Part, RunRecord
-from equipoise.text import capital
+from equipoise.text import capital, plural
 
 _TITLE = "Attributes of samples: rates and parity by value"
 # With more values, the table of all clients by value is left out.
@@ -33,21 +32,29 @@ _OVER_ROUNDS = {
     "demographic_parity_difference": "demographic parity difference",
     "equalized_odds_difference": "equalised odds difference",
 }
-_INTRO = (
-    "All samples of the clients together, by the values of their attributes. The selection rate is "
-    "the share of positive predictions. TPR and FPR are the shares of positive predictions among "
-    "samples with a positive and with a negative target. Differences should be 0, ratios 1."
+_INTRO = "All samples of the clients together, by the values of their attributes."
+_RATES = (
+    "The selection rate is the share of positive predictions. TPR and FPR are the shares of "
+    "positive predictions among samples with a positive and with a negative target. Differences "
+    "should be 0, ratios 1."
+)
+_SCORES = "Differences should be 0."
+_WITHOUT_POSITIVE = (
+    "No class counts as positive. If evaluation.positive names one, there are also selection "
+    "rates, TPR and FPR, with their differences and ratios."
 )
 
 
 def of_run(record: RunRecord) -> list[Section]:
     """Return the section of one run; none if its data have no attributes."""
     body, charts = "", []
+    shown: list[Mapping[str, Any]] = []
     for who in ("seen", "unseen"):
         part = record.leading(who)
         found = record.parts[part].get("attributes", {}) if part else {}
         if part is None or not found:
             continue
+        shown += found.values()
         for name, of in found.items():
             body += _rates_table(record, part, name, of)
             charts.append(_over_rounds(record, part, name))
@@ -56,11 +63,19 @@ def of_run(record: RunRecord) -> list[Section]:
             body += _within_clients(record, part, name, of)
     if not body:
         return []
-    return [
-        Section(
-            "attributes", _TITLE, paragraph(_INTRO) + body, [chart for chart in charts if chart]
-        )
-    ]
+    intro = _intro(shown, labels=record.task.labels)
+    return [Section("attributes", _TITLE, intro + body, [chart for chart in charts if chart])]
+
+
+def _intro(found: Iterable[Mapping[str, Any]], *, labels: bool) -> str:
+    """Explain what is shown of some attributes; ``labels`` is whether the task has classes."""
+    values = [value for of in found for value in of["values"].values()]
+    if any(value[rate] is not None for value in values for rate in RATES):
+        return paragraph(f"{_INTRO} {_RATES}")
+    # Without a positive class, nothing is counted as selected.
+    without_positive = labels and values and not any("selected" in value for value in values)
+    said = (_INTRO, _SCORES, _WITHOUT_POSITIVE) if without_positive else (_INTRO, _SCORES)
+    return paragraph(" ".join(said))
 
 
 def _rates_table(record: RunRecord, part: Part, name: str, of: Mapping[str, Any]) -> str:
@@ -198,28 +213,43 @@ def _over_rounds(record: RunRecord, part: Part, name: str) -> Chart | None:
 def compared(comparison: Comparison) -> list[Section]:
     """Return the section of several methods; none if their data have no attributes."""
     body, charts = "", []
+    shown: list[Mapping[str, Any]] = []
     for who in comparison.whose:
         for name in _names(comparison, who):
+            shown += _found(comparison, who, name)
+            figures = [
+                figure
+                for figure in FIGURES
+                if any(_values(comparison, label, who, name, figure) for label in comparison.runs)
+            ]
             rows = [
                 [
                     label,
                     *(
                         spread(_values(comparison, label, who, name, figure))
-                        for figure in ("worst", *FIGURES)
+                        for figure in ("worst", *figures)
                     ),
                 ]
                 for label in comparison.runs
             ]
-            header = [f"{name}, {who}", "score of the worst value", *FIGURES]
+            header = [f"{name}, {who}", "score of the worst value", *figures]
             body += table(f"Between values of {name}: {who} clients", header, rows)
             charts.append(_trade_off(comparison, who, name))
     if not body:
         return []
-    return [
-        Section(
-            "attributes", _TITLE, paragraph(_INTRO) + body, [chart for chart in charts if chart]
-        )
-    ]
+    intro = _intro(shown, labels=comparison.first.task.labels)
+    return [Section("attributes", _TITLE, intro + body, [chart for chart in charts if chart])]
+
+
+def _found(comparison: Comparison, who: str, name: str) -> list[Mapping[str, Any]]:
+    """Return what all runs have about an attribute."""
+    parts = (
+        record.parts[part]
+        for records in comparison.runs.values()
+        for record in records
+        if (part := record.leading(who))
+    )
+    return [part["attributes"][name] for part in parts if name in part.get("attributes", {})]
 
 
 def _names(comparison: Comparison, who: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from html import escape
 from statistics import fmean
 
@@ -15,13 +15,13 @@ from equipoise.report.html import (
     details,
     number,
     paragraph,
-    plural,
     spread,
     table,
 )
-from equipoise.report.reading import Part, RunRecord
+from equipoise.report.reading import WHO, Part, RunRecord
 from equipoise.report.svg import HUES
-from equipoise.text import capital
+from equipoise.run.few_samples import about_few
+from equipoise.text import capital, plural
 
 # With more clients than this, those of each group are drawn side by side.
 MOST_IN_A_LINE = 60
@@ -55,10 +55,15 @@ def of_run(record: RunRecord) -> Section:
         f"Each mark is one client, from the worst to the best. {coloured}All panels have the same "
         "scale, except for that of personal against global models."
     )
+    few = (
+        about_few(sizes_of(record, [part]).values(), part.data)
+        for who in WHO
+        if (part := record.leading(who))
+    )
     return Section(
         "clients",
         title,
-        paragraph(intro),
+        paragraph(" ".join([intro, *filter(None, few)])),
         charts,
         details("Table of all clients", client_table(record, values)),
     )
@@ -118,14 +123,19 @@ def gained(
     )
 
 
+def sizes_of(record: RunRecord, parts: Iterable[Part]) -> dict[int, int]:
+    """Return the number of evaluated samples of each client."""
+    # Seen and unseen clients are different ones, and models are evaluated on the same samples.
+    return {client: row["n"] for part in parts for client, row in record.rows_of(part).items()}
+
+
 def client_table(record: RunRecord, values: Mapping[Part, Mapping[int, float]]) -> str:
     """Return the score of each client as a table."""
     there = sorted({client for of_part in values.values() for client in of_part})
-    short = [f"{part.model}, {'validation' if part.split == 'val' else 'test'}" for part in values]
+    short = [f"{part.model}, {part.data}" for part in values]
     header = list(dict.fromkeys(short))
-    # Seen and unseen clients are different ones, and models are evaluated on the same samples.
-    sizes = {client: row["n"] for part in values for client, row in record.rows_of(part).items()}
-    several = len(record.group_names) > 1
+    sizes, counted = sizes_of(record, values), dict.fromkeys(part.data for part in values)
+    several, samples = len(record.group_names) > 1, f"{' or '.join(counted)} samples"
     rows = []
     for client in there:
         mine = {
@@ -139,7 +149,7 @@ def client_table(record: RunRecord, values: Mapping[Part, Mapping[int, float]]) 
         rows.append([record.client_name(client), *group, whose, f"{sizes[client]:,}", *cells])
     return table(
         f"{capital(record.score)} of each client",
-        ["client", *(["group"] if several else []), "in training", "samples", *header],
+        ["client", *(["group"] if several else []), "in training", samples, *header],
         rows,
         texts=[1, 2] if several else [1],
     )

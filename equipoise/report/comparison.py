@@ -10,11 +10,10 @@ from statistics import fmean
 import numpy as np
 
 from equipoise.report.entries import Entry
-from equipoise.report.html import slug, spread
+from equipoise.report.html import slug
 from equipoise.report.reading import WHO, Part, RunRecord
 from equipoise.study.intervals import OF_GROUPS, resampled_interval
-from equipoise.study.metrics import should_be_high
-from equipoise.study.significance import Ranking, rank_methods
+from equipoise.study.metrics import own_of, scored, should_be_high, value_of
 
 CRITERIA = ("mean", "worst10", "sigma_clients")
 
@@ -29,10 +28,13 @@ class Comparison:
         Its label; empty for runs that are not from a study.
     runs : dict
         The runs of each method, one per seed.
+    metrics : tuple of str
+        The metrics of the study, if the runs are from a study that has written its results.
     """
 
     setting: str
     runs: Mapping[str, Sequence[RunRecord]]
+    metrics: tuple[str, ...] = ()
 
     @property
     def first(self) -> RunRecord:
@@ -52,11 +54,19 @@ class Comparison:
         """Return a metric of the clients' final models, by seed."""
         found = {}
         for record in self.runs[label]:
-            part = record.leading(who)
-            value = record.parts[part].get(metric) if part else None
-            if value is not None:
-                found[record.seed] = float(value)
+            if part := record.leading(who):
+                own, name = own_of(metric)
+                summary = record.parts[part]
+                if own:
+                    summary = summary.get("metrics", {}).get(own, {})
+                if summary.get(name) is not None:
+                    found[record.seed] = float(summary[name])
         return found
+
+    def of_study(self, label: str, metric: str) -> dict[int, float]:
+        """Return a metric by its name in studies, by seed."""
+        found = {record.seed: value_of(record.summary, metric) for record in self.runs[label]}
+        return {seed: value for seed, value in found.items() if value is not None}
 
     def values(self, label: str, who: str, metric: str) -> list[float]:
         """Return a metric of the clients' final models, one value per seed."""
@@ -66,11 +76,6 @@ class Comparison:
         """Return the mean over seeds."""
         values = self.values(label, who, metric)
         return fmean(values) if values else None
-
-    def ranking(self, who: str, metric: str) -> Ranking:
-        """Rank the methods, and test the others against the best over seeds."""
-        found = {label: self.by_seed(label, who, metric) for label in self.runs}
-        return rank_methods(found, higher_is_better=self.should_be_high(metric))
 
     def interval(
         self, records: Sequence[RunRecord], who: str, metric: str
@@ -89,13 +94,18 @@ class Comparison:
             array, groups[0], metric, higher_is_better=self.first.task.higher_is_better
         )
 
-    def cell(self, label: str, who: str, metric: str) -> str:
-        """Return mean ± sample standard deviation over seeds as text."""
-        return spread(self.values(label, who, metric))
-
     def should_be_high(self, metric: str) -> bool:
         """Return whether high values are better."""
-        return should_be_high(metric, higher_is_better=self.first.task.higher_is_better)
+        own, _ = own_of(metric)
+        records = [record for runs in self.runs.values() for record in runs]
+        one = next((r for r in records if own in r.summary.get("metrics", {})), self.first)
+        return should_be_high(metric, higher_is_better=scored(one.summary, metric)[1])
+
+    @cached_property
+    def further(self) -> list[str]:
+        """The names in ``evaluation.metrics`` of the runs."""
+        records = (record for runs in self.runs.values() for record in runs)
+        return list(dict.fromkeys(m for r in records for m in r.summary.get("metrics", {})))
 
     def pareto(self, who: str) -> list[str]:
         """Return the Pareto set of methods by mean, worst tenth and σ."""
@@ -161,7 +171,12 @@ def pareto_set(points: Mapping[str, Sequence[float]]) -> list[str]:
 def comparisons(entries: Iterable[Entry]) -> list[Comparison]:
     """Return the runs by setting and method."""
     found: dict[str, dict[str, list[RunRecord]]] = {}
+    metrics: dict[str, tuple[str, ...]] = {}
     for entry in entries:
         found.setdefault(entry.setting, {}).setdefault(entry.label, []).append(entry.record)
+        metrics[entry.setting] = entry.metrics
     # The label of a single setting is not needed.
-    return [Comparison(setting if len(found) > 1 else "", runs) for setting, runs in found.items()]
+    return [
+        Comparison(setting if len(found) > 1 else "", runs, metrics[setting])
+        for setting, runs in found.items()
+    ]

@@ -8,6 +8,7 @@ from equipoise.report.charts import Chart, Series
 from equipoise.report.comparison import Comparison
 from equipoise.report.html import Section, paragraph, table
 from equipoise.report.reading import RunRecord
+from equipoise.run.records import Row
 from equipoise.text import size
 
 
@@ -35,12 +36,12 @@ def of_run(record: RunRecord) -> Section:
     after = table("In total and for each round", ["what", "total", "each round"], rows)
     if "messages" in record.rounds[0]:
         messages, evaluations = (
-            fmean(row[name] / row["cohort"] for row in record.rounds)
+            fmean(row[name] / _asked(row) for row in record.rounds)
             for name in ("messages", "evaluations")
         )
         after += paragraph(
-            f"A client of a cohort gets {messages:.1f} messages per round, and evaluates models on "
-            f"its splits {evaluations:.1f} times per round for the method. Evaluation for this "
+            f"A client that is asked gets {messages:.1f} messages per round, and evaluates models "
+            f"on its splits {evaluations:.1f} times per round for the method. Evaluation for this "
             "report is not included."
         )
     else:
@@ -58,6 +59,11 @@ def of_run(record: RunRecord) -> Section:
         "seconds", "Seconds of each round", says, "round", "seconds", series, y_range=(0.0, 0.0)
     )
     return Section("costs", title, after, [chart])
+
+
+def _asked(row: Row) -> int:
+    """Return how many clients were asked in a round, also those whose updates were left out."""
+    return int(row["cohort"]) + len(row.get("left_out", ()))
 
 
 def compared(comparison: Comparison) -> Section:

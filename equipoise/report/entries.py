@@ -10,6 +10,7 @@ from typing import Any
 from equipoise.documents import read_json
 from equipoise.errors import InputError, RunError
 from equipoise.report.reading import RunRecord, is_run, read_run
+from equipoise.study.metrics import BETTER, kind_of
 from equipoise.study.runs import flat
 
 # Keys in which runs of the same experiment may differ: seeds and machines.
@@ -37,11 +38,14 @@ class Entry:
         The label of its method. Runs with the same setting and label differ in their seeds.
     record : RunRecord
         The run.
+    metrics : tuple of str
+        The metrics of its study, if the study has written its results.
     """
 
     setting: str
     label: str
     record: RunRecord
+    metrics: tuple[str, ...] = ()
 
 
 def find_entries(
@@ -111,6 +115,7 @@ def _study(directory: Path, *, trust: bool) -> tuple[list[Entry], dict[Path, str
             f"{directory} holds no run and no study: there is neither a config.yaml in it nor in "
             "any <setting>/<method>/seed<k> below it"
         )
+    order, metrics = _results(directory)
     entries: list[Entry] = []
     left_out: dict[Path, str] = {}
     for run in found:
@@ -120,10 +125,9 @@ def _study(directory: Path, *, trust: bool) -> tuple[list[Entry], dict[Path, str
             # A study can be reported even if some of its runs have just started or are damaged.
             left_out[run] = str(error)
             continue
-        entries.append(Entry(run.parent.parent.name, run.parent.name, record))
+        entries.append(Entry(run.parent.parent.name, run.parent.name, record, metrics))
     if not entries:
         raise InputError(f"{directory} has nothing to report yet: {next(iter(left_out.values()))}")
-    order = _order(directory)
     last = len(order)
     return sorted(
         entries, key=lambda entry: order.get((entry.setting, entry.label), last)
@@ -136,14 +140,20 @@ def _by_number(run: Path) -> tuple[Path, int, str]:
     return run.parent, int(digits) if digits.isdecimal() else 0, run.name
 
 
-def _order(directory: Path) -> dict[tuple[str, str], int]:
-    """Return the order of settings and methods in the study, if it has written its results."""
+def _results(directory: Path) -> tuple[dict[tuple[str, str], int], tuple[str, ...]]:
+    """Return the order of settings and methods in a study, and its metrics.
+
+    Both are empty if the study has not written its results.
+    """
     try:
-        rows = read_json(directory / "results.json")["results"]
-        pairs = dict.fromkeys((row["setting"], row["method"]) for row in rows)
+        results = read_json(directory / "results.json")
+        pairs = dict.fromkeys((row["setting"], row["method"]) for row in results["results"])
+        # A newer release may have further metrics.
+        named = map(str, results.get("metrics", ()))
+        metrics = tuple(name for name in named if kind_of(name) in BETTER)
     except (RunError, KeyError, TypeError):
-        return {}
-    return {pair: position for position, pair in enumerate(pairs)}
+        return {}, ()
+    return {pair: position for position, pair in enumerate(pairs)}, metrics
 
 
 def _labelled(records: list[RunRecord]) -> list[Entry]:

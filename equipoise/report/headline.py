@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from html import escape
 from typing import Any
 
 from equipoise.fairness import METRICS
-from equipoise.report.html import Cell, Section, answered, number, paragraph, plural, table
+from equipoise.report.html import Cell, Section, answered, number, paragraph, table
 from equipoise.report.reading import Part, RunRecord
-from equipoise.run.records import averaged_over, several_groups, telling
-from equipoise.text import capital
+from equipoise.run.few_samples import about_worst
+from equipoise.run.left_out import rounds_left_out
+from equipoise.run.records import averaged_over, further_metrics, several_groups, telling
+from equipoise.text import capital, plural
 
 # The metrics that reports show first.
 FIRST = ("mean", "worst10", "sigma_clients", "worst_group", "group_gap")
+# How many clients whose updates were left out are named in a line.
+MOST_NAMED = 3
+SAMPLING = "Who took part how often"
 MODELS = {
     "global": "The global model, which all clients share.",
     "personal": "The personal models: each client is evaluated with its own.",
@@ -42,11 +48,56 @@ def of_run(record: RunRecord) -> Section:
         for name in telling(FIRST, [part])
         if part.get(name) is not None
     )
-    worst = f"client {worst_client(record, part)} ({number(part['worst_client'])})."
-    if several_groups(part):
-        worst = f"group {part['worst_group_name']} ({number(part['worst_group'])}) and {worst}"
-    body = f'<dl class="tiles">{tiles}</dl>{paragraph(f"Worst: {worst}")}{which(record, lead)}'
-    return Section("headline", "Results", body + metrics_table(record))
+    served = paragraph(f"Worst: {worst(record, lead)}.")
+    body = f'<dl class="tiles">{tiles}</dl>{served}{left_out(record)}'
+    tables = metrics_table(record) + further_table(record)
+    return Section("headline", "Results", body + which(record, lead) + tables)
+
+
+def left_out(record: RunRecord) -> str:
+    """Return a line about clients whose updates were left out of rounds, if there are any."""
+    found = record.summary.get("updates_left_out")
+    if not found:
+        return ""
+    text = f"Updates of clients were left out of rounds: {left_out_names(found)}."
+    link = f'The reasons are in <a href="#sampling">{escape(SAMPLING)}</a>.'
+    return f'<div class="caution"><p>{escape(text)} {link}</p></div>'
+
+
+def left_out_names(found: Mapping[str, Any]) -> str:
+    """Return the clients whose updates were left out most often.
+
+    Examples
+    --------
+    >>> north = {"name": "north", "rounds_left_out": 2, "rounds_asked": 3}
+    >>> left_out_names({"clients": 1, "worst": [north]})
+    'north (2 of 3 rounds)'
+    """
+    named = [
+        f"{entry['name']} ({rounds_left_out(entry)} rounds)"
+        for entry in found["worst"][:MOST_NAMED]
+    ]
+    more = found["clients"] - len(named)
+    return ", ".join(named) + (f" and {plural(more, 'other client')}" if more else "")
+
+
+def worst(record: RunRecord, lead: Part) -> str:
+    """Return the worst group, if there are several, and the worst client, with their values."""
+    part, rows = record.parts[lead], record.rows_of(lead)
+    sizes = {client: row["n"] for client, row in rows.items()}
+    scores, client = record.values(lead), part["worst_client_id"]
+    added = about_worst(client, scores, sizes, what="client", data=lead.data)
+    value = "; ".join(filter(None, [number(part["worst_client"]), added]))
+    said = f"client {worst_client(record, part)} ({value})"
+    if not several_groups(part):
+        return said
+    by_group: Counter[str] = Counter()
+    for row in rows.values():
+        by_group[row["group"]] += row["n"]
+    group = part["worst_group_name"]
+    added = about_worst(group, part["groups"], by_group, what="group", data=lead.data)
+    value = "; ".join(filter(None, [number(part["worst_group"]), added]))
+    return f"group {group} ({value}) and {said}"
 
 
 def worst_client(record: RunRecord, part: Mapping[str, Any]) -> str:
@@ -62,9 +113,7 @@ def which(record: RunRecord, part: Part) -> str:
     """Return the answers to the four questions of ``docs/metrics.md``."""
     answers = {
         "Which model?": MODELS[part.model],
-        "On whose data?": WHOSE[part.who].format(
-            split="validation" if part.split == "val" else "test"
-        ),
+        "On whose data?": WHOSE[part.who].format(split=part.data),
         "Averaged how?": (
             f"Each client has one value, the mean {record.score} over its own samples. The mean is "
             f"over {plural(record.parts[part]['clients'], 'client')}: each client counts once."
@@ -113,3 +162,16 @@ def metrics_table(record: RunRecord) -> str:
     return table(
         f"All metrics of the {record.score} of clients", header, rows, texts=[len(parts) + 1]
     )
+
+
+def further_table(record: RunRecord) -> str:
+    """Return ``evaluation.metrics`` of all models and clients; empty without any."""
+    columns, rows = further_metrics(record.summary, record.parts)
+    if not rows:
+        return ""
+    cells = []
+    for name, better, part, own in rows:
+        numbers = (number(own.get(column)) for column in columns)
+        cells.append([name, better, part.words, *numbers, f"{own['left_out']:,}"])
+    header = ["metric", "better", "of", *columns, "clients without a value"]
+    return table("Further metrics of each client", header, cells, texts=[1, 2])

@@ -157,17 +157,6 @@ def number(value: float | None) -> str:
     return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}").replace("-", "−")
 
 
-def plural(count: int, what: str) -> str:
-    """Format a number with a noun.
-
-    Examples
-    --------
-    >>> plural(1, "round"), plural(3, "round")
-    ('1 round', '3 rounds')
-    """
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
 def spread(values: Sequence[float]) -> str:
     """Format mean ± sample standard deviation.
 

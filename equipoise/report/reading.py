@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +18,7 @@ from equipoise.imports import import_of_run
 from equipoise.run.checksums import verify
 from equipoise.run.directory import CONFIG, SUMMARY, read_config, read_names
 from equipoise.run.files import Journal
+from equipoise.run.left_out import updates_left_out
 from equipoise.run.records import MODELS, Row, average_rows, summarize_rows, task_of
 from equipoise.task import Task
 
@@ -40,11 +41,15 @@ class Part(NamedTuple):
     split: str
 
     @property
+    def data(self) -> str:
+        """The split in words."""
+        return "validation" if self.split == "val" else "test"
+
+    @property
     def words(self) -> str:
         """The part in words."""
-        data = "validation" if self.split == "val" else "test"
         model = "global model" if self.model == "global" else f"{self.model} models"
-        return f"{model}, {self.who} clients, {data} data"
+        return f"{model}, {self.who} clients, {self.data} data"
 
 
 @dataclass(frozen=True)
@@ -172,7 +177,7 @@ class RunRecord:
 
     def client_name(self, client: int) -> str:
         """Return the name of a client."""
-        return self.names[client] if self.names and client < len(self.names) else f"client {client}"
+        return _client_name(self.names, client)
 
     @property
     def group_names(self) -> list[str]:
@@ -184,6 +189,10 @@ class RunRecord:
         """Seconds of all rounds, including evaluation; None if they are not recorded."""
         laps = [value for row in self.timings for name, value in row.items() if name != "round"]
         return sum(laps) if laps else None
+
+
+def _client_name(names: Sequence[str] | None, client: int) -> str:
+    return names[client] if names and client < len(names) else f"client {client}"
 
 
 def is_run(directory: Path) -> bool:
@@ -241,7 +250,11 @@ def read_run(run: str | Path, *, trust: bool = False) -> RunRecord:
         task = _task_of(summary, config, directory, trust=trust)
         last = config.get("evaluation", {}).get("last")
         made = _Journals(directory, task, summary.get("round"), last).read()
-        sampled = made.sampled(int(config["resolved"].get("clients", 0)))
+        clients, names = int(config["resolved"].get("clients", 0)), read_names(directory)
+        sampled = made.sampled(clients)
+        if "updates_left_out" not in summary:
+            # The run is unfinished or of an earlier release, or no update was left out.
+            summary |= made.updates_left_out(clients, names)
         timings = list(Journal(directory / "timings.jsonl").complete())
     except InputError:
         raise
@@ -284,7 +297,7 @@ def read_run(run: str | Path, *, trust: bool = False) -> RunRecord:
         unseen=frozenset(made.unseen),
         rounds=made.rounds,
         timings=timings,
-        names=read_names(directory),
+        names=names,
     )
 
 
@@ -436,6 +449,14 @@ class _Journals:
             client: always + self._taken_part.get(client, 0)
             for client in sorted(trained | {*self._taken_part})
         }
+
+    def updates_left_out(self, clients: int, names: Sequence[str] | None) -> dict[str, Any]:
+        """Return the entry of a summary on updates that were left out; empty without any."""
+        if not any("left_out" in row for row in self.rounds):
+            return {}
+        journal = Journal(self._directory / "rounds.jsonl")
+        seen, name_of = clients - len(self.unseen), partial(_client_name, names)
+        return {"updates_left_out": updates_left_out(journal.complete, seen, name_of)}
 
     def so_far(self) -> dict[str, Any]:
         """Return the results of the last evaluated round of an unfinished run."""

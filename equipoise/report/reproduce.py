@@ -8,8 +8,9 @@ from html import escape
 import yaml
 
 from equipoise.data import SOURCES
-from equipoise.report.html import Section, details, listing, paragraph, plural
+from equipoise.report.html import Section, details, listing, paragraph
 from equipoise.report.reading import RunRecord
+from equipoise.text import plural
 
 
 def of_runs(records: Sequence[RunRecord]) -> Section:

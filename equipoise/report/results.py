@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
 from equipoise.fairness import GROUP_METRICS, METRICS
 from equipoise.report.charts import Chart, Series
 from equipoise.report.comparison import Comparison
-from equipoise.report.headline import at_round
+from equipoise.report.headline import at_round, left_out_names
 from equipoise.report.html import (
     Cell,
     Section,
@@ -16,12 +16,13 @@ from equipoise.report.html import (
     details,
     number,
     paragraph,
-    plural,
+    spread,
     table,
 )
 from equipoise.study.intervals import CONFIDENCE, RESAMPLES
-from equipoise.study.significance import LEAST_SEEDS, LEVEL, TEST, WORSE, Ranking
-from equipoise.text import capital
+from equipoise.study.reading import OWN_COLUMNS
+from equipoise.study.significance import LEAST_SEEDS, LEVEL, TEST, WORSE, Ranking, rank_methods
+from equipoise.text import capital, plural
 
 COLUMNS = (
     "mean",
@@ -32,6 +33,8 @@ COLUMNS = (
     "group_gap",
     "sigma_groups",
 )
+# Returns the values of a metric by seed, for the label of a method and the metric.
+BySeed = Callable[[str, str], dict[int, float]]
 # With more methods than this, only those of the Pareto set are named in charts.
 MOST_NAMES = 8
 
@@ -40,7 +43,7 @@ def compared(comparison: Comparison) -> Section:
     """Return tables of methods and metrics, and the Pareto set."""
     if not comparison.whose:
         return Section("results", "Results", missing="No client has test or validation data.")
-    body, charts, after = "", [], ""
+    body, charts, after = study_table(comparison), [], ""
     for who in comparison.whose:
         best = comparison.pareto(who)
         body += metrics_table(comparison, who, best)
@@ -106,14 +109,12 @@ def metrics_table(comparison: Comparison, who: str, best: Sequence[str]) -> str:
         if (several or m not in GROUP_METRICS)
         and any(comparison.values(label, who, m) for label in comparison.runs)
     ]
-    rankings = {metric: comparison.ranking(who, metric) for metric in metrics}
+    arrows, cells = ranked_columns(
+        comparison, metrics, lambda label, metric: comparison.by_seed(label, who, metric)
+    )
     rows: list[list[str | Cell]] = []
     for label, runs in comparison.runs.items():
         part = comparison.part(label, who)
-        cells = [
-            _ranked(escape(comparison.cell(label, who, metric)), rankings[metric], label)
-            for metric in metrics
-        ]
         mark = (
             Cell('<span role="img" aria-label="in the Pareto set">●</span>')
             if label in best
@@ -126,15 +127,71 @@ def metrics_table(comparison: Comparison, who: str, best: Sequence[str]) -> str:
             if part
             else "–"
         )
-        rows.append([label, mark, model, f"{len(runs)}", *cells])
-    arrows = [
-        f"{metric}\N{NO-BREAK SPACE}{'↑' if comparison.should_be_high(metric) else '↓'}"
-        for metric in metrics
-    ]
+        rows.append([label, mark, model, f"{len(runs)}", *cells[label]])
     header = ["method", "Pareto", "model", "runs", *arrows]
     named = f"{capital(comparison.first.score)}, {who} clients"
     whole = table(comparison.title(named), header, rows, texts=[2])
-    return whole + interval_table(comparison, who, metrics)
+    return whole + interval_table(comparison, who, metrics) + further_table(comparison, who)
+
+
+def further_table(comparison: Comparison, who: str) -> str:
+    """Return ``evaluation.metrics`` of all methods for seen or unseen clients; empty without any.
+
+    There are the mean over clients and the worst group of each metric.
+    """
+    several = comparison.several_groups(who)
+    kinds = [kind for kind in OWN_COLUMNS if several or kind not in GROUP_METRICS]
+    metrics = [
+        metric
+        for metric in (f"{name}.{kind}" for name in comparison.further for kind in kinds)
+        if any(comparison.by_seed(label, who, metric) for label in comparison.runs)
+    ]
+    if not metrics:
+        return ""
+    return ranked_table(
+        comparison,
+        f"Further metrics, {who} clients",
+        metrics,
+        lambda label, metric: comparison.by_seed(label, who, metric),
+    )
+
+
+def study_table(comparison: Comparison) -> str:
+    """Return the metrics of the study, if the other tables do not have all of them."""
+    others = {*COLUMNS, *(f"{name}.{kind}" for name in comparison.further for kind in OWN_COLUMNS)}
+    metrics = [
+        metric
+        for metric in comparison.metrics
+        if any(comparison.of_study(label, metric) for label in comparison.runs)
+    ]
+    if set(metrics) <= others:
+        return ""
+    return ranked_table(comparison, "Metrics of the study", metrics, comparison.of_study)
+
+
+def ranked_table(
+    comparison: Comparison, caption: str, metrics: Sequence[str], by_seed: BySeed
+) -> str:
+    """Return a table of methods and metrics; see :func:`ranked_columns`."""
+    header, cells = ranked_columns(comparison, metrics, by_seed)
+    rows: list[list[str | Cell]] = [[label, *own] for label, own in cells.items()]
+    return table(comparison.title(caption), ["method", *header], rows)
+
+
+def ranked_columns(
+    comparison: Comparison, metrics: Sequence[str], by_seed: BySeed
+) -> tuple[list[str], dict[str, list[Cell]]]:
+    """Return the headers of metrics with their directions, and the marked cells of each method."""
+    header: list[str] = []
+    cells: dict[str, list[Cell]] = {label: [] for label in comparison.runs}
+    for metric in metrics:
+        high = comparison.should_be_high(metric)
+        header.append(f"{metric}\N{NO-BREAK SPACE}{'↑' if high else '↓'}")
+        found = {label: by_seed(label, metric) for label in comparison.runs}
+        ranking = rank_methods(found, higher_is_better=high)
+        for label, values in found.items():
+            cells[label].append(_ranked(escape(spread(list(values.values()))), ranking, label))
+    return header, cells
 
 
 def _ranked(text: str, ranking: Ranking, label: str) -> Cell:
@@ -222,6 +279,13 @@ def cautions(comparison: Comparison) -> str:
     unfinished = [str(record.directory) for record in records if not record.finished]
     if unfinished:
         said.append(f"Unfinished runs, at their last evaluated round: {', '.join(unfinished)}.")
+    for label, runs in comparison.runs.items():
+        said += [
+            f"Updates of clients were left out of rounds of {label}, seed {record.seed}: "
+            f"{left_out_names(found)}."
+            for record in runs
+            if (found := record.summary.get("updates_left_out"))
+        ]
     for who in comparison.whose:
         parts = [part for label in comparison.runs if (part := comparison.part(label, who))]
         if len({part.split for part in parts}) > 1:

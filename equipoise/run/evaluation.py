@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from equipoise.attributes import counting_of
 from equipoise.checks import UNLESS_DEFAULT, count, one_of
 from equipoise.engine.adapting import Adapting, FineTuning
-from equipoise.engine.contract import Engine, Personal, RoundCohort
+from equipoise.engine.contract import ADVICE, Engine, Personal, RoundCohort, number_and_name
 from equipoise.engine.evaluation import Measured
 from equipoise.engine.layout import Layout
 from equipoise.engine.settings import FineTune, Training
@@ -494,8 +494,8 @@ def diverged(
 ) -> RunError:
     """Return the error that names the client with non-finite numbers and the last checkpoint."""
     return RunError(
-        f"round {number}: the {what} of client {client} ({federation.client_name(client)}) is not "
-        f"finite; a smaller learning rate or training.clip may help{intact(saved_round)}"
+        f"round {number}: the {what} of {number_and_name(client, federation)} is not finite; "
+        f"{ADVICE}{intact(saved_round)}"
     )
 
 

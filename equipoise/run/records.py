@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,7 +14,9 @@ from equipoise.metrics import Metric
 from equipoise.task import Task
 
 Row = dict[str, Any]
+K = TypeVar("K")
 MODELS = ("global", "personal", "local")
+_FURTHER = ("mean", "mean_groups", "sigma_clients", "worst10", "worst_group")
 
 
 def last_rounds(rows: Iterable[Row], count: int) -> dict[int, list[Row]]:
@@ -220,6 +222,40 @@ def telling(metrics: Iterable[str], parts: Iterable[Mapping[str, Any]]) -> list[
     """
     several = any(map(several_groups, parts))
     return [name for name in metrics if several or name not in fairness.GROUP_METRICS]
+
+
+def further_metrics(
+    summary: Mapping[str, Any], parts: Mapping[K, Mapping[str, Any]]
+) -> tuple[list[str], list[tuple[str, str, K, Mapping[str, Any]]]]:
+    """Return what to show of ``evaluation.metrics``.
+
+    Parameters
+    ----------
+    summary : mapping
+        The content of ``summary.json``.
+    parts : mapping
+        The parts of its results that are shown together, by their labels.
+
+    Returns
+    -------
+    list of str
+        The columns: names of :data:`equipoise.fairness.METRICS`.
+    list of tuple
+        For each metric and part: the name of the metric, whether ``high`` or ``low`` values are
+        better, the label of the part, and the metric's own summary.
+
+    Examples
+    --------
+    >>> part = {"metrics": {"ece": {"mean": 0.1, "left_out": 0}}}
+    >>> summary = {"metrics": {"ece": {"higher_is_better": False}}}
+    >>> further_metrics(summary, {"global, seen": part})[1]
+    [('ece', 'low', 'global, seen', {'mean': 0.1, 'left_out': 0})]
+    """
+    return telling(_FURTHER, parts.values()), [
+        (name, "high" if declared["higher_is_better"] else "low", label, part["metrics"][name])
+        for name, declared in summary.get("metrics", {}).items()
+        for label, part in parts.items()
+    ]
 
 
 def average_summaries(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

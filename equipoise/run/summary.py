@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from equipoise.metrics import Metric
+from equipoise.run.left_out import updates_left_out
 from equipoise.run.records import Row, average_rows, average_summaries, last_rounds, summarize_rows
 from equipoise.run.round_rows import counted
 
@@ -17,6 +18,10 @@ def summary_of(trainer: Trainer) -> dict[str, Any]:
     """Summarise the reported round of a run, or its last rounds if they are averaged."""
     number = trainer.evaluator.selected_round(trainer.state.round)
     task, metrics = trainer.engine.network.task, trainer.evaluator.metrics
+    federation = trainer.federation
+    left_out = updates_left_out(
+        lambda: trainer.rounds, len(federation.seen), federation.client_name
+    )
     of_server = {row["split"]: row for row in trainer.server if row["round"] == number}
     results = _summarized(trainer, [row for row in trainer.metrics if row["round"] == number])
     tail = {}
@@ -33,7 +38,7 @@ def summary_of(trainer: Trainer) -> dict[str, Any]:
         )
     return {
         "method": trainer.method.name,
-        "data": trainer.federation.name,
+        "data": federation.name,
         "seed": trainer.seed,
         "rounds": trainer.state.round,
         "round": number,
@@ -51,6 +56,7 @@ def summary_of(trainer: Trainer) -> dict[str, Any]:
             if of_server
             else {}
         ),
+        **({"updates_left_out": left_out} if left_out else {}),
         **counted(trainer.bytes),
     }
 

@@ -154,10 +154,14 @@ class Results:
     @property
     def about_marks(self) -> str:
         """Explain the marks in tables."""
-        ranked = "Bold: best. Underlined: second."
+        return f"Bold: best. Underlined: second. {self.about_test}"
+
+    @property
+    def about_test(self) -> str:
+        """Explain the mark of values that are worse than the best, or why there is none."""
         if len(self.study.seeds) < LEAST_SEEDS:
-            return f"{ranked} Differences are not tested: that needs {LEAST_SEEDS} seeds."
-        return f"{ranked} {WORSE} worse than the best: p < {LEVEL}, {TEST}."
+            return f"Differences are not tested: that needs {LEAST_SEEDS} seeds."
+        return f"{WORSE} worse than the best: p < {LEVEL}, {TEST}."
 
     @property
     def about_intervals(self) -> str:

@@ -111,6 +111,9 @@ def test_a_message_that_asks_for_more_than_the_experiment_is_refused_and_logged(
     assert list(rows[1]["left_out"]) == ["1"]
     assert "the client refuses: " in rows[1]["left_out"]["1"]
     assert [row["cohort"] for row in rows] == [4, 3], "the run went on with the others"
+    (entry,) = run.summary["updates_left_out"]["worst"]
+    assert (entry["client"], entry["rounds_left_out"], entry["rounds_asked"]) == (1, 1, 2)
+    assert entry["reason"] == rows[1]["left_out"]["1"]
     inside = folder / "memory"
     assert not (folder / "elsewhere").exists()
     assert {file.parent.parent.parent.name for file in inside.rglob("*.safetensors")} <= {"runs"}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
-from equipoise import Evaluation, Training
+from equipoise import Evaluation, Federation, Training
 from equipoise.parity import FIGURES
 from equipoise.report import write_report
-from tests.attributed import attributed
+from tests.attributed import SAMPLES, attributed, people
 from tests.report.pages import Page
 from tests.run.small import small_run
 
@@ -113,3 +114,50 @@ def test_several_runs_have_their_figures_side_by_side(runs):
 def test_data_without_attributes_have_no_section(tmp_path):
     small_run(tmp_path / "run", training=Training(rounds=1))
     assert TITLE not in page_of(tmp_path / "run").headings
+
+
+def text_of(tmp_path, name="run", *, y, **options):
+    """Return the page of a run whose clients have an attribute, and other targets."""
+    x, _, attributes = people()
+    federation = Federation.from_arrays(
+        x,
+        y,
+        clients=np.arange(len(x)) % 4,
+        attributes=attributes,
+        task=options.pop("task", "classification"),
+    )
+    small_run(
+        tmp_path / name,
+        federation=federation,
+        model="logistic",
+        training=Training(rounds=1),
+        evaluation=Evaluation(min_cell=1, **options),
+    )
+    return page_of(tmp_path / name)
+
+
+RATES = "The selection rate is the share of positive predictions."
+ADVICE = "If evaluation.positive names one, there are also selection rates, TPR and FPR"
+
+
+def test_rates_are_explained_only_if_there_are_rates(tmp_path):
+    classes, numbers = np.arange(SAMPLES) % 3, np.linspace(0.0, 1.0, SAMPLES)
+    positive = text_of(tmp_path, "positive", y=classes, positive=1).text
+    assert RATES in positive
+    assert ADVICE not in positive
+    without = text_of(tmp_path, "without", y=classes).text
+    assert RATES not in without
+    assert ADVICE in without
+    regression = text_of(tmp_path, "regression", y=numbers, task="regression").text
+    for words in (RATES, ADVICE, "evaluation.positive", "ratios"):
+        assert words not in regression
+    assert "Differences should be 0." in regression
+
+
+def test_several_runs_have_only_figures_with_values(tmp_path):
+    for name in ("one", "two"):
+        text_of(tmp_path, name, y=np.arange(SAMPLES) % 3)
+    page = page_of(tmp_path / "one", tmp_path / "two")
+    assert ADVICE in page.text
+    header, *_ = page.tables["Between values of sex: seen clients"]
+    assert header == ["sex, seen", "score of the worst value", "score_difference"]

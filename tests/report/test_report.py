@@ -85,7 +85,7 @@ def test_every_client_is_in_the_table_and_in_the_figure(ditto):
     for row in rows:
         shown = table[names[row["client"]] if names else f"client {row['client']}"]
         assert shown[f"{row['model']}, test"] == f"{row['accuracy']:.3f}"
-        assert (shown["group"], shown["in training"], shown["samples"]) == (
+        assert (shown["group"], shown["in training"], shown["test samples"]) == (
             row["group"],
             "unseen" if row["unseen"] else "seen",
             str(row["n"]),

@@ -92,9 +92,21 @@ def test_an_absurd_update_is_left_out_by_name_and_nobody_else_is_blamed(tmp_path
     reason = "answered with a number beyond 1e+12 in features.1.weight"
     assert [row["left_out"] for row in rows_of(tmp_path, "rounds")] == [{str(LIAR): reason}] * 3
     assert [row["cohort"] for row in rows_of(tmp_path, "rounds")] == [9] * 3
-    assert caplog.messages == [
-        f"round {n} continues without client {LIAR}: {reason}" for n in (1, 2, 3)
-    ]
+    said = [f"continues without client {LIAR}: {reason}"] * 3
+    advice = ["; a smaller learning rate or training.clip may help", "", ""]
+    assert caplog.messages == [f"round {n + 1} {said[n]}{advice[n]}" for n in range(3)]
+    assert trainer.summary()["updates_left_out"] == {
+        "clients": 1,
+        "worst": [
+            {
+                "client": LIAR,
+                "name": f"client {LIAR}",
+                "rounds_left_out": 3,
+                "rounds_asked": 3,
+                "reason": reason,
+            }
+        ],
+    }
     tensors, note = load_tensors(tmp_path / "checkpoint.safetensors")
     assert note["round"] == 3
     assert max(float(t.abs().max()) for t in tensors.values() if t.is_floating_point()) < 100
@@ -146,6 +158,12 @@ def test_dropped_clients_are_named_and_do_not_count(tmp_path):
         assert row["notes"]["guard_dropped"] == [LIAR]
         assert row["left_out"] == {str(LIAR): "dropped by the guard 'multikrum'"}
         assert (row["cohort"], row["clients"]) == (9, honest_ids)
+    (entry,) = trainer.summary()["updates_left_out"]["worst"]
+    assert (entry["rounds_left_out"], entry["rounds_asked"], entry["reason"]) == (
+        2,
+        2,
+        "dropped by the guard 'multikrum'",
+    )
     wanted = trained("fedavg", unseen=(LIAR,), rounds=2)
     for name, tensor in trainer.state.model.items():
         torch.testing.assert_close(tensor, wanted.state.model[name], rtol=1e-9, atol=1e-12)

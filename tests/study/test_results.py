@@ -6,11 +6,13 @@ import csv
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from equipoise.cli.show.study import show_results
 from equipoise.study import Results, study_from
 from equipoise.study.metrics import BETTER, SERVER, TOTALS, check_metric, words_of
 from equipoise.study.significance import LEVEL, holm
@@ -177,3 +179,18 @@ def test_intervals_are_read_from_the_runs(tmp_path):
     row = next(row for row in results.plain()["results"] if row["metric"] == "mean")
     assert (row["low"], row["high"]) == (low, high)
     assert Results(study, found, {}).interval("base", "fedavg", "mean") is None
+
+
+@pytest.mark.parametrize("styled", [False, True])
+def test_the_terminal_explains_bold_only_if_something_is_bold(styled, capsys, monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    if styled:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    for seeds, said in ((SEEDS[:4], "Differences are not tested"), (SEEDS, "† worse than")):
+        show_results(results_of(seeds), Path("runs"))
+        text = capsys.readouterr().out
+        assert said in text
+        assert ("Bold: best. Underlined: second." in text) == styled
+        assert ("\x1b[1m" in text) == styled

@@ -34,6 +34,11 @@ def new_console(*, stderr: bool = False) -> Console:
     return console
 
 
+def has_styles(console: Console) -> bool:
+    """Return whether a console shows bold and underlined text."""
+    return console.color_system is not None
+
+
 def new_table(title: str, *columns: str, numbers: int = 0, last: str | None = None) -> Table:
     """Return a table. Its last ``numbers`` columns are numbers, before an optional text column."""
     table = Table(

@@ -11,9 +11,12 @@ from rich.text import Text
 
 from equipoise.cli.show.console import LEFT_BEHIND, new_console, new_table, number
 from equipoise.fairness import METRICS
+from equipoise.federation import Federation
 from equipoise.parity import FIGURES, RATES
 from equipoise.run.api import Run
-from equipoise.run.records import averaged_over, task_of, telling
+from equipoise.run.few_samples import about_few, about_worst
+from equipoise.run.left_out import listed, rounds_left_out
+from equipoise.run.records import averaged_over, further_metrics, task_of, telling
 from equipoise.study.runs import counted_rows
 from equipoise.text import size
 
@@ -46,12 +49,14 @@ def show_run(run: Run) -> None:
         console.print(_overall(summary))
         if summary.get("metrics"):
             console.print(_further(summary))
-        if (table := _served(run)) is not None:
-            console.print(table)
+        for served in _served(run):
+            console.print(served)
         for table in _by_attribute(summary):
             console.print(table)
     else:
         console.print(_why_nothing(run.config))
+    if left_out := summary.get("updates_left_out"):
+        console.print(_left_out(left_out))
     for split, values in summary.get("server", {}).items():
         console.print(
             f"server, {split}: {', '.join(f'{name} {value:.4f}' for name, value in values.items())}"
@@ -65,6 +70,15 @@ def show_run(run: Run) -> None:
         )
     if run.directory:
         console.print(f"files: {run.directory}", soft_wrap=True)
+
+
+def _left_out(found: dict[str, Any]) -> Table:
+    """Show the clients whose updates were left out of rounds."""
+    title = f"\nupdates left out of rounds: {listed(found)}"
+    table = new_table(title, "client", "rounds", last="last reason")
+    for entry in found["worst"]:
+        table.add_row(entry["name"], rounds_left_out(entry), entry["reason"])
+    return table
 
 
 def _why_nothing(config: dict[str, Any]) -> str:
@@ -111,10 +125,7 @@ def _overall(summary: dict[str, Any]) -> Table:
 
 def _further(summary: dict[str, Any]) -> Table:
     """Show ``evaluation.metrics``, one row for each metric and model."""
-    parts = _parts(summary)
-    columns = telling(
-        ("mean", "mean_groups", "sigma_clients", "worst10", "worst_group"), parts.values()
-    )
+    columns, rows = further_metrics(summary, _parts(summary))
     table = new_table(
         "\nfurther metrics of each client",
         "metric",
@@ -124,85 +135,128 @@ def _further(summary: dict[str, Any]) -> Table:
         "left out",
         numbers=len(columns) + 1,
     )
-    for name, declared in summary["metrics"].items():
-        for label, part in parts.items():
-            of_metric = part["metrics"][name]
-            numbers = (number(of_metric.get(column)) for column in columns)
-            better = "high" if declared["higher_is_better"] else "low"
-            table.add_row(name, better, label, *numbers, str(of_metric["left_out"]))
+    for name, better, label, own in rows:
+        numbers = (number(own.get(column)) for column in columns)
+        table.add_row(name, better, label, *numbers, str(own["left_out"]))
     return table
 
 
-def _served(run: Run) -> Table | None:
+def _served(run: Run) -> Iterator[Table | str]:
     """Show the groups, or the clients if all are in one group; nothing for a single client."""
     federation, parts = run.trainer.federation, _parts(run.summary)
     # Clients use their personal models or the global one in the end, not local ones.
     leading = max(reversed(parts), key=lambda part: (_of_seen(part), not part.startswith("local")))
+    data = "validation" if leading.endswith("validation") else "test"
+    sizes = _sizes(federation, data, seen=_of_seen(leading))
     if len(federation.group_names) > 1:
-        by_group = {part: summary["groups"] for part, summary in parts.items()}
-        counts = np.bincount(federation.groups, minlength=len(federation.group_names))
-        groups = {
-            name: (name, count) for name, count in zip(federation.group_names, counts, strict=True)
-        }
-        worst = parts[leading]["worst_group_name"]
-        title = "mean over the clients of each group"
-        return _bars(title, ("group", "clients"), groups, by_group, leading, worst)
-    scores, sizes = _by_client(run, parts)
+        yield _by_group(federation, parts, leading, sizes, data)
+    else:
+        scores = _by_client(run, parts)
+        if len(scores[leading]) < 2:
+            return
+        yield _worst_clients(run, scores, leading, sizes, data)
+    if said := about_few(sizes.values(), data):
+        yield said
+
+
+def _sizes(federation: Federation, data: str, *, seen: bool) -> dict[int, int]:
+    """Return the numbers of samples of the seen or unseen clients that have any."""
+    counts = federation.split("val" if data == "validation" else data).sizes
+    return {
+        int(client): int(counts[client])
+        for client in np.flatnonzero((federation.unseen != seen) & (counts > 0))
+    }
+
+
+def _by_group(
+    federation: Federation,
+    parts: Mapping[str, Mapping[str, Any]],
+    leading: str,
+    sizes: Mapping[int, int],
+    data: str,
+) -> Table:
+    scores = {part: summary["groups"] for part, summary in parts.items()}
+    names = federation.group_names
+    clients = np.bincount(federation.groups, minlength=len(names))
+    samples = dict.fromkeys(names, 0)
+    for client, count in sizes.items():
+        samples[names[federation.groups[client]]] += count
+    groups = {
+        name: (name, str(count), str(samples[name]))
+        for name, count in zip(names, clients, strict=True)
+    }
+    worst = parts[leading]["worst_group_name"]
+    title = "mean over the clients of each group"
+    added = about_worst(worst, scores[leading], samples, what="group", data=data)
+    columns = ("group", "clients", f"{data} samples")
+    return _bars(title, columns, groups, scores, leading, worst, added)
+
+
+def _worst_clients(
+    run: Run,
+    scores: Mapping[str, Mapping[int, float]],
+    leading: str,
+    sizes: Mapping[int, int],
+    data: str,
+) -> Table:
     own = scores[leading]
-    if len(own) < 2:
-        return None
     order = sorted(own, key=own.__getitem__, reverse=not task_of(run.summary).higher_is_better)
     rows = {
-        client: (federation.client_name(client), sizes[client]) for client in order[:MOST_CLIENTS]
+        client: (run.trainer.federation.client_name(client), str(sizes[client]))
+        for client in order[:MOST_CLIENTS]
     }
     title = (
         "clients, the worst first"
         if len(rows) == len(own)
         else f"the worst {MOST_CLIENTS} of {len(own)} clients"
     )
-    return _bars(title, ("client", "samples"), rows, scores, leading, order[0])
+    added = about_worst(order[0], own, sizes, what="client", data=data)
+    columns = ("client", f"{data} samples")
+    return _bars(title, columns, rows, scores, leading, order[0], added)
 
 
-def _by_client(
-    run: Run, parts: Iterable[str]
-) -> tuple[dict[str, dict[int, float]], dict[int, int]]:
-    """Return the scores of clients by part of the results, and their numbers of samples."""
+def _by_client(run: Run, parts: Iterable[str]) -> dict[str, dict[int, float]]:
+    """Return the scores of clients by part of the results."""
     score = run.summary["score"]
     scores: dict[str, dict[int, float]] = {part: {} for part in parts}
-    sizes = {}
     for row in counted_rows(run.directory, run.summary) if run.directory else ():
         part = f"{row['model']}, {'unseen' if row['unseen'] else 'seen'}"
         part += ", validation" if row["split"] == "val" else ""
         if part in scores and score in row:
-            scores[part][row["client"]], sizes[row["client"]] = row[score], row["n"]
-    return scores, sizes
+            scores[part][row["client"]] = row[score]
+    return scores
 
 
 def _bars(
     title: str,
-    columns: tuple[str, str],
-    rows: Mapping[K, tuple[str, int]],
+    columns: tuple[str, ...],
+    rows: Mapping[K, tuple[str, ...]],
     scores: Mapping[str, Mapping[K, float | None]],
     leading: str,
     worst: K,
+    added: str,
 ) -> Table:
-    """Show the scores of groups or clients, with bars for the leading part of the results."""
+    """Show the scores of groups or clients, with bars for the leading part of the results.
+
+    ``added`` is what to say about the worst one.
+    """
     others = [part for part in scores if part != leading and rows.keys() & scores[part].keys()]
     table = new_table(
         f"\nwho is left behind: {title}",
         *columns,
         *others,
         leading,
-        numbers=len(others) + 2,
+        numbers=len(others) + len(columns),
         last="",
     )
     top = max((scores[leading].get(key) or 0 for key in rows), default=0) or 1.0
-    for key, (name, count) in rows.items():
+    mark = f" ← served worst{f' ({added})' if added else ''}"
+    for key, first in rows.items():
         score = scores[leading].get(key)
-        bar = "█" * round(24 * (score or 0) / top) + (" ← served worst" if key == worst else "")
+        bar = "█" * round(24 * (score or 0) / top) + (mark if key == worst else "")
         others_own = (number(scores[part].get(key)) for part in others)
         style = LEFT_BEHIND if key == worst else None
-        table.add_row(name, str(count), *others_own, number(score), bar, style=style)
+        table.add_row(*first, *others_own, number(score), bar, style=style)
     return table
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.cli.show.console import LEFT_BEHIND, new_console, new_table
+from equipoise.cli.show.console import LEFT_BEHIND, has_styles, new_console, new_table
 from equipoise.study import Results
 from equipoise.study.significance import WORSE, Ranking
 
@@ -38,7 +38,9 @@ def show_results(results: Results, directory: Path) -> None:
     for setting in results.compared:
         console.print(_differences(results, setting))
     if len(results.study.methods) > 1:
-        console.print(f"\n{results.about_marks}", soft_wrap=True)
+        # Without styles, as in a pipe, nothing is bold or underlined.
+        marks = results.about_marks if has_styles(console) else results.about_test
+        console.print(f"\n{marks}", soft_wrap=True)
     for message in results.warnings:
         console.print(f"\nwarning: {message}", style="yellow", soft_wrap=True)
     failed: dict[str, list[str]] = {}
