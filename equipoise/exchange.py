@@ -66,8 +66,9 @@ class Updates:
     reports: Reports
 
     def __post_init__(self) -> None:
-        """Let reports explain why one is missing."""
-        object.__setattr__(self, "reports", _ExplainedReports(self.reports))
+        """Let reports explain why one is missing, unless they do so themselves."""
+        if type(self.reports) is dict:
+            object.__setattr__(self, "reports", _ExplainedReports(self.reports))
 
     @property
     def param_names(self) -> list[str]:
