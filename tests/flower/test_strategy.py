@@ -379,8 +379,9 @@ class OnlyLinear(Aggregation):
     """Averages one layer, whose name it knows, and keeps the others."""
 
     def combine(self, state, updates, cohort):
-        rows = updates.params["linear.weight"]
-        return state.with_global({"linear.weight": rows.mean(0)})
+        kept = {name: tensor.clone() for name, tensor in state.model.items()}
+        averaged = updates.params["linear.weight"].mean(0)
+        return state.with_global({**kept, "linear.weight": averaged})
 
 
 def test_an_own_aggregation_that_needs_certain_tensors_is_not_refused():
