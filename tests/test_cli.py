@@ -205,6 +205,19 @@ def test_local_models_have_a_column_and_do_not_say_who_is_left_behind(call):
     assert worst.split()[0] == results["personal"]["seen"]["worst_group_name"]
 
 
+def test_a_task_without_rates_shows_none(call, tmp_path):
+    rows = [f"{'ab'[row % 2]},{'fm'[row // 2 % 2]},{row},{row % 7}" for row in range(200)]
+    (tmp_path / "rows.csv").write_text("\n".join(["site,sex,x,y", *rows]))
+    options = {"file": "rows.csv", "y": "y", "clients": "site", "attributes": "[sex]"}
+    options["task"] = "regression"
+    sets = [part for key, value in options.items() for part in ("--set", f"data.{key}={value}")]
+    code, stdout, _ = call("run", "--data", "table", *sets, "--rounds", 1)
+    assert code == 0
+    assert "by sex: samples of all clients together" in stdout
+    assert "score_difference" in stdout
+    assert not {"selection_rate", "tpr", "demographic_parity_difference"} & {*stdout.split()}
+
+
 def test_the_tables_show_how_values_of_attributes_are_treated(call, tmp_path):
     write_adult(tmp_path / "data" / "adult", train=500, test=300)
     document = run_json(

@@ -276,7 +276,15 @@ def _by_attribute(summary: dict[str, Any]) -> Iterator[Table]:
     for name in dict.fromkeys(name for part in parts.values() for name in part):
         fewer = any(part[name]["without_targets"] for part in parts.values() if name in part)
         counts = ("samples", "scored") if fewer else ("samples",)
-        columns = (*counts, score, *RATES)
+        every = [
+            rates
+            for part in parts.values()
+            if name in part
+            for rates in part[name]["values"].values()
+        ]
+        # A task without a positive class has no rates.
+        scores = [score, *(rate for rate in RATES if any(one[rate] is not None for one in every))]
+        columns = (*counts, *scores)
         table = new_table(
             f"\nby {name}: samples of all clients together",
             name,
@@ -289,7 +297,7 @@ def _by_attribute(summary: dict[str, Any]) -> Iterator[Table]:
             for value, rates in found["values"].items():
                 worst = LEFT_BEHIND if value == found["worst_value"] else None
                 sizes = [str(rates["n"]), str(rates.get("scored", 0))][: len(counts)]
-                numbers = (number(rates[column]) for column in (score, *RATES))
+                numbers = (number(rates[column]) for column in scores)
                 table.add_row(value, label, *sizes, *numbers, style=worst)
         yield table
     if parts:
@@ -302,11 +310,9 @@ def _by_attribute(summary: dict[str, Any]) -> Iterator[Table]:
             "\nbetween values", "figure", *compared, numbers=len(compared), last="what it is"
         )
         for figure, said in FIGURES.items():
-            table.add_row(
-                figure,
-                *(number(found[figure]) for found in compared.values()),
-                Text(said, style="dim"),
-            )
+            values = [found[figure] for found in compared.values()]
+            if any(value is not None for value in values):
+                table.add_row(figure, *map(number, values), Text(said, style="dim"))
         for count, said in _WITHHELD.items():
             table.add_row(
                 count,
