@@ -213,7 +213,7 @@ def test_a_task_without_rates_shows_none(call, tmp_path):
     sets = [part for key, value in options.items() for part in ("--set", f"data.{key}={value}")]
     code, stdout, _ = call("run", "--data", "table", *sets, "--rounds", 1)
     assert code == 0
-    assert "by sex: samples of all clients together" in stdout
+    assert "by sex: samples of all clients" in stdout
     assert "score_difference" in stdout
     assert not {"selection_rate", "tpr", "demographic_parity_difference"} & {*stdout.split()}
 
