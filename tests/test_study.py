@@ -143,7 +143,16 @@ def test_methods_by_settings_by_seeds():
             {"methods": [{"name": "fedavg", "label": "../x"}]},
             "has the label '../x', which cannot name a directory",
         ),
-        ({"methods": [{"mu": 1}]}, "has the label None, which cannot name a directory"),
+        (
+            {"methods": [{"mu": 1}]},
+            "s.yaml: the method {'mu': 1} in methods has no name; it needs one, such as {name: "
+            "fedprox}",
+        ),
+        (
+            {"methods": [{"fedprox": {"mu": 0.1}}]},
+            "s.yaml: the method {'fedprox': {'mu': 0.1}} in methods has no name; write {name: "
+            "fedprox, mu: 0.1}",
+        ),
         ({"settings": []}, "s.yaml: settings must be labels with what they change, got []"),
         ({"settings": {"a": 3}}, "settings.a of s.yaml must hold keys with values, got 3"),
         (
@@ -192,7 +201,7 @@ def test_methods_by_settings_by_seeds():
         ),
         (
             {"methods": ["fedavg", {"name": "qffl", "grid": {"p": [1, 2]}}]},
-            "unknown key 'method.p' in grid of method 'qffl' of s.yaml; did you mean 'method.q'?",
+            "unknown key 'method.p' in grid of method 'qffl' of s.yaml. Valid with method 'qffl'",
         ),
         (
             {"methods": ["fedavg", {"name": "qffl", "grid": {"q": [1, "two"]}}]},

@@ -79,11 +79,16 @@ def methods_from(given: Any, where: str) -> dict[str, StudyMethod]:
     methods: dict[str, StudyMethod] = {}
     for item in given:
         options = dict(item) if isinstance(item, Mapping) else {"name": item}
+        if not options.keys() & {"name", "label"}:
+            raise _without_name(options, where)
         label = checked_label(options.pop("label", options.get("name")), "methods", where)
         if label in methods:
             raise _called_alike(label, where)
         grid, changes = options.pop("grid", {}), options.pop("set", {})
-        variants, grid_origin = _variants(grid, label, where), f"grid of method {label!r} of {where}"
+        variants, grid_origin = (
+            _variants(grid, label, where),
+            f"grid of method {label!r} of {where}",
+        )
         origin = f"set of method {label!r} of {where}"
         if not isinstance(changes, Mapping):
             raise InputError(f"{origin} must hold keys with values, got {changes!r}")
@@ -110,6 +115,16 @@ def refuse_replaced(earlier: Iterable[Override], later: Iterable[Override]) -> N
                 f"{after.origin}: {after.key} replaces {before.key} in {before.origin}; leave one "
                 "of them out"
             )
+
+
+def _without_name(options: Mapping[str, Any], where: str) -> InputError:
+    inner = next(iter(options.values()), None) if len(options) == 1 else None
+    meant = {"name": next(iter(options)), **inner} if isinstance(inner, Mapping) else None
+    written = ", ".join(f"{key}: {value}" for key, value in (meant or {"name": "fedprox"}).items())
+    return InputError(
+        f"{where}: the method {dict(options)!r} in methods has no name; "
+        f"{'write' if meant else 'it needs one, such as'} {{{written}}}"
+    )
 
 
 def _called_alike(label: str, where: str) -> InputError:

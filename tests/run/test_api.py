@@ -384,6 +384,19 @@ def test_what_was_good_before_a_failure_stays_and_can_be_resumed(tmp_path, monke
 # ---- settings ------------------------------------------------------------------------------------
 
 
+def test_settings_may_be_mappings():
+    given = {
+        "training": {"rounds": 1, "optimizer": {"name": "sgd", "lr": 0.3}},
+        "evaluation": {"every": 2, "metrics": ["auroc"], "fine_tune": {"epochs": 2}},
+        "machine": {"device": "cpu"},
+    }
+    config = train(federation(), model="mlp", **given).config
+    assert (config["training"]["rounds"], config["training"]["optimizer"]["lr"]) == (1, 0.3)
+    assert (config["evaluation"]["every"], config["evaluation"]["metrics"]) == (2, ["auroc"])
+    assert config["evaluation"]["fine_tune"]["epochs"] == 2
+    assert config["machine"]["device"] == "cpu"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -400,6 +413,27 @@ def test_what_was_good_before_a_failure_stays_and_can_be_resumed(tmp_path, monke
         ({"cohort": 9}, "^cohort asks for 9 clients, but only 8 are registered"),
         ({"roundz": 3}, r"unknown setting 'roundz' in train\(\); did you mean 'rounds'\?"),
         ({"learning_rate": 3}, r"unknown setting 'learning_rate' in train\(\)"),
+        ({"modle": "mlp"}, r"unknown setting 'modle' in train\(\); did you mean 'model'\?"),
+        (
+            {"mu": 0.1},
+            r"'mu' in train\(\); it is an option of fedprox, moon: method={'name': 'fedprox', "
+            r"'mu': 0\.1}$",
+        ),
+        (
+            {"mu": 0.1, "method": {"name": "moon"}},
+            r"it is an option of moon: method={'name': 'moon', 'mu': 0\.1}$",
+        ),
+        ({"every": 2}, r"it is a setting of the evaluation: evaluation={'every': 2}$"),
+        ({"device": "cpu"}, r"it is a setting of the machine: machine={'device': 'cpu'}$"),
+        (
+            {"evaluation": {"evry": 2}},
+            r"unknown key 'evaluation.evry' in train\(\); did you mean 'evaluation.every'\?",
+        ),
+        (
+            {"evaluation": {"fine_tune": {"epoch": 2}}},
+            "unknown key 'evaluation.fine_tune.epoch' .* 'evaluation.fine_tune.epochs'",
+        ),
+        ({"machine": 3}, "machine must be a mapping or of the class Machine .*, got 3"),
         (
             {"lr": 0.5},
             r"unknown setting 'lr' in train\(\); .* optimizer={'name': 'sgd', 'lr': 0.5}$",
