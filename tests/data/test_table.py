@@ -163,7 +163,8 @@ def test_a_partition_may_not_mix_the_given_clients(written, partition):
     )
     with pytest.raises(InputError, match=f"(?i){message}"):
         load("table", **given, partition=partition)
-    assert load("table", **given, partition="natural").client_names
+    natural = {"name": "natural", "min_samples": 1}
+    assert load("table", **given, partition=natural).client_names
     assert load("table", **given).client_names
 
 

@@ -126,9 +126,9 @@ def test_a_model_is_left_as_it_was_after_it_was_tried_out():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"training": {"rounds": 1}}, "training must be of the class Training"),
-        ({"machine": {"device": "cpu"}}, "machine must be of the class Machine"),
-        ({"evaluation": {"every": 5}}, "evaluation must be of the class Evaluation"),
+        ({"training": "short"}, "training must be a mapping or of the class Training"),
+        ({"machine": "cpu"}, "machine must be a mapping or of the class Machine"),
+        ({"evaluation": 5}, "evaluation must be a mapping or of the class Evaluation"),
         ({"method": 3}, "method must be a name or a mapping with 'name', got 3"),
         ({"method": ["fedavg"]}, "method must be a name or a mapping"),
         ({"model": nn.Flatten}, r"it may also be an nn.Module, such as Flatten\(...\)"),
@@ -161,6 +161,12 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(broken_off):
     assert contents(broken_off) == before
 
 
+def test_a_run_is_not_made_shorter(broken_off):
+    message = f"^rounds is 6, but the run in {broken_off} was started with 7 rounds"
+    with pytest.raises(InputError, match=f"{message} and cannot be made shorter; valid: 7 or more"):
+        small_run(broken_off, resume=True, rounds=6)
+
+
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_second_writer_is_kept_out_while_a_run_goes_on(resumed, broken_off, tmp_path):
     """A second process is refused while the first runs, and the first is not affected."""
@@ -186,7 +192,6 @@ def test_a_second_writer_is_kept_out_while_a_run_goes_on(resumed, broken_off, tm
     [
         ({"seed": 4}, "seed is 3 there and 4 here"),
         ({"method": "fedprox"}, "method.name is 'fedavg' there and 'fedprox' here"),
-        ({"rounds": 6}, "training.rounds is 7 there and 6 here"),
         (
             {"optimizer": optimizer_named("sgd", lr=0.3, momentum=0.5)},
             "training.optimizer.lr is 0.2 there and 0.3 here",
