@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -29,6 +29,7 @@ def unknown(
     where: str | None = None,
     of: str | None = None,
     listed: str | None = None,
+    elsewhere: Sequence[str] = (),
 ) -> InputError:
     """Return the error for an unknown name. It suggests the most similar valid name.
 
@@ -47,6 +48,8 @@ def unknown(
     listed : str, optional
         What lists all valid names, if there are too many for a message. Then the message names the
         nearest ones only.
+    elsewhere : sequence of str
+        Names that are valid elsewhere and are suggested instead; at most three are shown.
 
     Returns
     -------
@@ -59,14 +62,14 @@ def unknown(
     "unknown method 'fedvag'; did you mean 'fedavg'? Valid: fedavg, local"
     """
     valid = sorted(valid)
-    hint = near(str(name), valid, most=3 if listed else 1) or "."
+    hint = suggest(elsewhere[:3]) or near(str(name), valid, most=3 if listed else 1) or "."
     place = f" in {where}" if where else ""
     valid_for = f"Valid with {of}" if of else "Valid"
     rest = f"All are listed by: {listed}" if listed else f"{valid_for}: {', '.join(valid)}"
     return InputError(f"unknown {kind} {name!r}{place}{hint} {rest}")
 
 
-def near(name: str, valid: Iterable[str], *, most: int = 1) -> str:
+def near(name: str, valid: Collection[str], *, most: int = 1) -> str:
     """Return the end of a sentence that suggests the nearest names, or nothing if none is near.
 
     Examples
@@ -74,8 +77,23 @@ def near(name: str, valid: Iterable[str], *, most: int = 1) -> str:
     >>> near("fedvag", ["fedavg", "local"])
     "; did you mean 'fedavg'?"
     """
-    found = get_close_matches(name, sorted(valid), n=most, cutoff=0.5)
-    return f"; did you mean {' or '.join(map(repr, found))}?" if found else ""
+    # What all dotted keys have in common would make them alike.
+    above = name.rpartition(".")[0]
+    shared = f"{above}." if above and all(one.startswith(f"{above}.") for one in valid) else ""
+    ends = [one.removeprefix(shared) for one in sorted(valid)]
+    found = get_close_matches(name.removeprefix(shared), ends, n=most, cutoff=0.6)
+    return suggest([f"{shared}{end}" for end in found])
+
+
+def suggest(names: Sequence[str]) -> str:
+    """Return the end of a sentence that suggests names, or nothing without any.
+
+    Examples
+    --------
+    >>> suggest(["data.seed", "seed"])
+    "; did you mean 'data.seed' or 'seed'?"
+    """
+    return f"; did you mean {' or '.join(map(repr, names))}?" if names else ""
 
 
 def near_files(path: str | Path) -> str:

@@ -136,6 +136,8 @@ def check_clients(federation: Federation) -> None:
             f"{_who(federation, lost[0])} has group {federation.groups[lost[0]]}; valid: 0 to "
             f"{len(federation.group_names) - 1}, positions in group_names"
         )
+    if not federation.clients:
+        raise InputError("the federation has no clients; valid: at least one client with samples")
     if not federation.seen.size:
         raise InputError(f"all {federation.clients} clients are unseen; at least one must be seen")
 

@@ -439,8 +439,8 @@ def test_a_directory_in_use_is_refused(call):
     assert call("run", "--rounds", 1, "--out", "a", "--resume") == (
         2,
         "",
-        "error: --rounds: a holds another experiment: training.rounds is 2 there and 1 here; "
-        "choose another directory\n",
+        "error: --rounds: training.rounds is 1, but the run in a was started with 2 rounds and "
+        "cannot be made shorter; valid: 2 or more\n",
     )
 
 
@@ -686,7 +686,7 @@ def test_histogram_uses_the_full_height():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["digit"], "unknown data 'digit' in NAME; did you mean 'digits'? Valid: "),
+        (["digit"], "unknown data 'digit' in equipoise data digit; did you mean 'digits'? Valid: "),
         (
             ["digits", "--set", "imbalanse=3"],
             "unknown key 'data.imbalanse' in --set imbalanse=3; did you mean",
@@ -702,11 +702,11 @@ def test_histogram_uses_the_full_height():
         # Only typed values are named.
         (
             ["cifar", "--set", "root=."],
-            "NAME, --set root=.: data.root: no files of data 'cifar' in ",
+            "equipoise data cifar, --set root=.: data.root: no files of data 'cifar' in ",
         ),
         (
             ["cifar", "--set", "root=.", "--seed", "1"],
-            "NAME, --seed, --set root=.: data.root: no files of data 'cifar' in ",
+            "equipoise data cifar, --seed, --set root=.: data.root: no files of data 'cifar' in ",
         ),
     ],
 )

@@ -404,6 +404,58 @@ def test_options_of_the_optimizer_are_pointed_to(key):
         experiment_from({"data": "digits", "training": {key: 0.1}}, "x.yaml")
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("lr", "'evaluation.fine_tune.lr' or 'training.optimizer.lr'"),
+        ("imbalance", "'data.imbalance' or 'data.partition.imbalance'"),
+        ("rounds", "'training.rounds'"),
+        ("optimizer.lr", "'training.optimizer'"),
+        ("mu", "'method.mu'"),
+        ("hidden", "'model.hidden'"),
+        ("clients", "'data.clients' or 'data.partition.clients' or 'flower.clients'"),
+        # Of the same section, if there is one.
+        ("data.clients", "'data.partition.clients'"),
+        ("machine.epochs", "'evaluation.fine_tune.epochs' or 'training.epochs'"),
+    ],
+)
+def test_a_key_at_the_wrong_level_is_found(key, meant):
+    with pytest.raises(InputError) as caught:
+        experiment_from({"data": "digits"}, "x.yaml", [f"{key}=3"])
+    assert f" in --set {key}=3; did you mean {meant}? Valid" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["foo", "training.xyz", "method.q"])
+def test_nothing_is_suggested_if_nothing_is_alike(key):
+    with pytest.raises(InputError) as caught:
+        experiment_from({"data": "digits"}, "x.yaml", [f"{key}=3"])
+    assert f"unknown key {key!r} in --set {key}=3. Valid" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "own"),
+    [
+        ({"data": {"name": "custom"}}, "data 'custom'"),
+        ({"model": {"name": "custom:Mine"}}, "model 'custom:Mine'"),
+    ],
+)
+def test_a_run_from_python_is_continued_there(changes, own):
+    config = {"data": {"name": "digits"}, "resolved": {}, **changes}
+    with pytest.raises(InputError) as caught:
+        experiment_from(config, "runs/mine/config.yaml")
+    assert str(caught.value).startswith(
+        f"runs/mine/config.yaml: the run was started from Python with {own} of its own; continue "
+        "it there: equipoise.train(federation, ..., out='runs/mine', resume=True)"
+    )
+
+
+def test_a_single_metric_needs_no_list():
+    made = experiment_from({"data": "digits", "evaluation": {"metrics": "auroc"}})
+    assert [metric.name for metric in made.evaluation.metrics] == ["auroc"]
+    with pytest.raises(InputError, match=r"^x.yaml: evaluation.metrics must be a list, got 3$"):
+        experiment_from({"data": "digits", "evaluation": {"metrics": 3}}, "x.yaml")
+
+
 def test_a_missing_file_is_named():
     with pytest.raises(InputError, match=r"^cannot read nowhere\.yaml: No such file"):
         load_experiment("nowhere.yaml")

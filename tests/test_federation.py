@@ -340,6 +340,10 @@ def test_fractions_must_sum_to_one(fractions: Any) -> None:
         ({"unseen": "east"}, "unseen client 'east' has no sample; the clients are 0"),
         ({"unseen": 0}, r"unseen=0 must be a list of clients, such as \[0\]"),
         ({"unseen": [0]}, "all 1 clients are unseen"),
+        (
+            {"x": np.zeros((0, 2)), "y": [], "clients": []},
+            "the federation has no clients; valid: at least one client with samples",
+        ),
         ({"y": [0, 1, 1.5, 0]}, "sample 2 has label 1.5"),
         ({"y": [0, 1, np.nan, 0]}, "sample 2 has label nan"),
         ({"y": ["a", "b", "a", "b"]}, "y must hold real numbers, not <U1; numpy.unique"),

@@ -143,7 +143,16 @@ def test_methods_by_settings_by_seeds():
             {"methods": [{"name": "fedavg", "label": "../x"}]},
             "has the label '../x', which cannot name a directory",
         ),
-        ({"methods": [{"mu": 1}]}, "has the label None, which cannot name a directory"),
+        (
+            {"methods": [{"mu": 1}]},
+            "s.yaml: the method {'mu': 1} in methods has no name; it needs one, such as {name: "
+            "fedprox}",
+        ),
+        (
+            {"methods": [{"fedprox": {"mu": 0.1}}]},
+            "s.yaml: the method {'fedprox': {'mu': 0.1}} in methods has no name; write {name: "
+            "fedprox, mu: 0.1}",
+        ),
         ({"settings": []}, "s.yaml: settings must be labels with what they change, got []"),
         ({"settings": {"a": 3}}, "settings.a of s.yaml must hold keys with values, got 3"),
         (
@@ -192,11 +201,43 @@ def test_methods_by_settings_by_seeds():
         ),
         (
             {"methods": ["fedavg", {"name": "qffl", "grid": {"p": [1, 2]}}]},
-            "unknown key 'method.p' in methods of s.yaml; did you mean 'method.q'?",
+            "unknown key 'method.p' in grid of method 'qffl' of s.yaml. Valid with method 'qffl'",
         ),
         (
             {"methods": ["fedavg", {"name": "qffl", "grid": {"q": [1, "two"]}}]},
-            "methods of s.yaml: method.q must be a number, got 'two'",
+            "grid of method 'qffl' of s.yaml: method.q must be a number, got 'two'",
+        ),
+        (
+            {"methods": [{"name": "fedavg", "grid": {"training.optimizer.rate": [1]}}]},
+            "unknown key 'training.optimizer.rate' in grid of method 'fedavg' of s.yaml",
+        ),
+        (
+            {
+                "methods": [
+                    {
+                        "name": "fedavg",
+                        "grid": {"training.epochs": [1, 2]},
+                        "set": {"training": {"epochs": 3}},
+                    }
+                ]
+            },
+            "grid of method 'fedavg' of s.yaml: training.epochs replaces training.epochs in set of "
+            "method 'fedavg' of s.yaml; leave one of them out",
+        ),
+        (
+            {
+                "methods": [
+                    {
+                        "name": "fedavg",
+                        "grid": {"training.optimizer.lr": [1], "training.optimizer": ["adam"]},
+                    }
+                ]
+            },
+            "training.optimizer replaces training.optimizer.lr in grid of method 'fedavg'",
+        ),
+        (
+            {"methods": [{"name": "fedprox", "grid": {"mu": [1], "method.mu": [2]}}]},
+            "method.mu replaces method.mu in grid of method 'fedprox' of s.yaml",
         ),
         (
             {"methods": [{"name": "fedavg", "label": "ö" * 128}]},
@@ -295,8 +336,8 @@ def test_a_part_of_a_study_that_is_tuned_keeps_the_first_method():
     assert (list(study.tried), study.seeds, study.tuning.seed) == (["qffl"], (2,), 2)
     first = {**grids, "methods": grids["methods"][:0:-1]}
     study = study_from(first, tune=True, methods=["strong"])
-    assert study.methods == ("qffl q=0", "strong mu=1", "strong mu=2")
-    assert list(study.tried) == ["strong"]
+    assert study.methods == ("qffl q=0", "qffl q=1", "strong mu=1", "strong mu=2")
+    assert (list(study.tried), study.reference) == (["strong"], ("qffl q=0", "qffl q=1"))
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,14 @@ def leaning_to_study(content: dict[str, Any]) -> int:
     return sum((key in KEYS) - (key in SECTIONS) for key in content)
 
 
+def refuse_study(content: dict[str, Any], path: Path) -> None:
+    """Refuse a study where an experiment is needed."""
+    if leaning_to_study(content) > 0:
+        raise InputError(
+            f"{path} is a study, not an experiment; run it with: equipoise compare {path}"
+        )
+
+
 def runs_at_a_time(given: str) -> int | None:
     """Parse the number of runs at a time; None for ``auto``."""
     if given == "auto":

@@ -18,10 +18,11 @@ import yaml
 from equipoise import data, methods, tracking
 from equipoise.config.checking import Reader
 from equipoise.config.origins import Origins, Override, apply_override
+from equipoise.config.suggesting import unknown_key
 from equipoise.documents import yaml_from
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.stacked import StackedEngine
-from equipoise.errors import InputError, near_files, unknown
+from equipoise.errors import InputError, near_files
 from equipoise.federation import Federation
 from equipoise.flower.settings import FlowerSettings
 from equipoise.imports import file_of, import_own
@@ -308,7 +309,7 @@ def experiment_from(
         apply_override(content, override)
     for key in content:
         if key not in (*SECTIONS, *IGNORED):
-            raise unknown("key", key, SECTIONS, where=origins.of(str(key)))
+            raise unknown_key(str(key), SECTIONS, where=origins.of(str(key)))
     content = {key: value for key, value in content.items() if value is not None}
     if "data" not in content:
         raise InputError(f"{where} names no data; valid: {', '.join(data.SOURCES)}")

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
@@ -17,6 +18,7 @@ from pydantic import ConfigDict, TypeAdapter
 from equipoise import data, methods, models, tracking
 from equipoise.config.options import defaults_of, in_words, types_of
 from equipoise.config.origins import Origins, keyed
+from equipoise.config.suggesting import unknown_key
 from equipoise.data.augment import AUGMENTATIONS, augmentation_from
 from equipoise.data.keys import below, naming
 from equipoise.engine.settings import FineTune, Machine, Training
@@ -26,7 +28,7 @@ from equipoise.imports import import_own
 from equipoise.losses import LOSSES, loss_from
 from equipoise.method import Method
 from equipoise.metrics import Metric, several_from
-from equipoise.optimizers import OPTIMIZER_OPTIONS, Adam, Schedule, Sgd
+from equipoise.optimizers import Adam, Schedule, Sgd
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.plain import optimizer_from, schedule_from
 from equipoise.run.start import Start, start_from
@@ -63,6 +65,8 @@ class Reader:
         # After everything that can be checked without these modules. They may register names that
         # are used below.
         imports = self.imports(content.get("imports", []))
+        if "resolved" in content:
+            self.refuse_own(content)
         training = self.training(content)
         method = self.method(content.get("method", "fedavg"))
         return {
@@ -82,6 +86,23 @@ class Reader:
             "tracking": self.tracking(content.get("tracking", [])),
             "origins": self.origins,
         }
+
+    def refuse_own(self, content: Mapping[str, Any]) -> None:
+        """Refuse the configuration of a run that was started from Python with its own objects."""
+        given = content.get("data"), content.get("model")
+        found, model = (
+            one.get("name") if isinstance(one, Mapping) and len(one) == 1 else None for one in given
+        )
+        own = [f"data {found!r}"] if found is not None and found not in data.SOURCES else []
+        own += [f"model {model!r}"] if str(model).startswith("custom:") else []
+        if own:
+            where = self.origins.where
+            raise InputError(
+                f"{where}: the run was started from Python with {' and '.join(own)} of its own; "
+                "continue it there: equipoise.train(federation, ..., "
+                f"out={str(Path(where).parent)!r}, resume=True) with the same arguments, or with "
+                "more rounds to make it longer"
+            )
 
     def imports(self, given: Any) -> tuple[str, ...]:
         """Import the user code of an experiment, and return its names."""
@@ -251,8 +272,9 @@ class Reader:
 
     def metrics(self, given: Any, path: str) -> tuple[Metric, ...]:
         """Return metrics from their names."""
+        listed = self.value([given] if isinstance(given, str) else given, list[str], path)
         with self.origins.named("evaluation"):
-            return several_from(self.value(given, list[str], path), path)
+            return several_from(listed, path)
 
     def tracking(self, given: Any) -> tuple[dict[str, Any], ...]:
         """Check the trackers and their options."""
@@ -331,13 +353,7 @@ class Reader:
                         "here"
                     )
                 valid = [f"{path}.{name}" for name in types]
-                if path == "training" and key in OPTIMIZER_OPTIONS:
-                    meant = f"{path}.optimizer.{key}"
-                    raise InputError(
-                        f"unknown key {inner!r} in {self.origins.of(inner)}; did you mean "
-                        f"{meant!r}? Valid: {', '.join(sorted([*valid, meant]))}"
-                    )
-                raise unknown("key", inner, valid, where=self.origins.of(inner), of=of)
+                raise unknown_key(inner, valid, where=self.origins.of(inner), of=of)
             checked[key] = (
                 special[key](value, inner)
                 if key in special

@@ -146,7 +146,7 @@ def make_partition(name: str, **options: Any) -> Partition:
     """
     if name not in PARTITIONS:
         raise unknown("partition", name, PARTITIONS)
-    partition: Partition = _call(PARTITIONS[name], options, f"partition {name!r}")
+    partition: Partition = _call(PARTITIONS[name], options, f"partition {name!r}", "data.partition")
     return partition
 
 
@@ -172,7 +172,8 @@ def load(
         One of `SOURCES`.
     partition : Partition, mapping or str, optional
         How to divide the source: an object, ``{"name": "dirichlet", "clients": 20, "beta": 0.3}``,
-        or a name. The default is the source's usual partition.
+        or a name. The default is the source's usual partition. If ``clients`` of data ``arrays``,
+        ``table`` or ``adult`` names the client of each sample, only ``natural`` is valid.
     splits, unseen, leave_out, test, server_val
         See `federate`.
     encode, encode_size
@@ -209,6 +210,8 @@ def load(
         _refuse_to_divide(given | {"server_val": server_val}, name)
         return _encoded(found, encode, encode_size)
     source, usual = found
+    if partition is not None and isinstance(usual, Natural):
+        _refuse_to_mix(partition, name, options)
     if isinstance(partition, str):
         partition = {"name": partition}
     if isinstance(partition, Mapping):
@@ -239,6 +242,21 @@ def _options_of(partition: Partition) -> list[str]:
     return [field.name for field in fields(partition)] if is_dataclass(partition) else []
 
 
+def _refuse_to_mix(partition: Any, name: str, options: Mapping[str, Any]) -> None:
+    """Refuse a partition that would ignore the client of each sample, which an option names."""
+    given, usual = options.get("clients"), signature(recipe_of(name)).parameters.get("clients")
+    # A number, as in leaf, says how many of the source's own clients are used.
+    if usual is None or given == usual.default or isinstance(given, int | None):
+        return
+    wanted = partition.get("name") if isinstance(partition, Mapping) else partition
+    if wanted != "natural" and not isinstance(wanted, Natural):
+        raise InputError(
+            f"data.partition is {wanted!r}, but data.clients={given!r} names the client of each "
+            "sample; valid: data.clients without data.partition (or with natural), or a partition "
+            "without data.clients"
+        )
+
+
 def _refuse_to_divide(given: Mapping[str, Any], name: str) -> None:
     """Refuse options that divide samples if the recipe has returned a federation."""
     usual = signature(load).parameters
@@ -262,8 +280,11 @@ def _encoded(federation: Federation, encode: str | None, encode_size: int | None
     return encode_federation(federation, encode, encode_size)
 
 
-def _call(function: Any, options: Mapping[str, Any], where: str) -> Any:
-    """Call a function with keyword options; raise an error that names unknown or missing ones."""
+def _call(function: Any, options: Mapping[str, Any], where: str, path: str = "data") -> Any:
+    """Call a function with keyword options; raise an error that names unknown or missing ones.
+
+    ``path`` is the key below which configurations have the options.
+    """
     known = signature(function).parameters
     for option in options:
         if option not in known:
@@ -273,5 +294,6 @@ def _call(function: Any, options: Mapping[str, Any], where: str) -> Any:
         for option, field in known.items()
         if field.default is field.empty and option not in options
     ]:
-        raise InputError(f"{where} needs {' and '.join(missing)}")
+        keys = ", ".join(below(path, missing).values())
+        raise InputError(f"{where} needs {' and '.join(missing)} ({keys})")
     return function(**options)

@@ -24,9 +24,9 @@ def below(path: str, options: Iterable[str]) -> dict[str, str]:
 def naming(keys: Mapping[str, str]) -> Iterator[None]:
     """Add the key of the option to errors raised inside.
 
-    A message that begins with the option gets the key instead. The key comes before a message that
-    mentions ``option=``, ``in option``, ``unknown option`` or ``31 option``. Other messages stay as
-    they are, as do those that contain the key already.
+    A message that begins with the option or mentions ``in option`` gets the key instead. The key
+    comes before a message that mentions ``option=``, ``unknown option`` or ``31 option``. Other
+    messages stay as they are, as do those that contain the key already.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def _named(message: str, keys: Mapping[str, str]) -> str:
         return message
     if first := re.match(rf"((?:each of )?)({options})(?=[ =])", message):
         return f"{first[1]}{keys[first[2]]}{message[first.end() :]}"
-    mentioned = re.search(
-        rf"\b({options})=|(?:\bin|^unknown|\b\d+(?: \w+)?) ({options})\b", message
-    )
+    if inside := re.search(rf"\bin ({options})\b", message):
+        return f"{message[: inside.start(1)]}{keys[inside[1]]}{message[inside.end() :]}"
+    mentioned = re.search(rf"\b({options})=|(?:^unknown|\b\d+(?: \w+)?) ({options})\b", message)
     return f"{keys[mentioned[1] or mentioned[2]]}: {message}" if mentioned else message

@@ -82,8 +82,9 @@ STUDY = {
         "a list",
         None,
         "Names, or mappings with a name and hyper-parameters. A mapping may also have label (the "
-        "name of the method in tables), grid (lists of values to tune) and set (settings that are "
-        "different for this method).",
+        "name of the method in tables), grid (lists of values to tune, of options of the method or "
+        "of dotted keys such as training.optimizer.lr) and set (settings that are different for "
+        "this method).",
         "[fedavg, {name: fedprox, mu: 0.1, grid: {mu: [0.01, 0.1, 1]}}]",
     ),
     "settings": (

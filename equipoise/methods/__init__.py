@@ -288,14 +288,33 @@ def build(
     parts |= {slot: main for slot in slots_of(type(main))} | exchanged
     parts |= {} if guard is None else {"guard": guard}
     made = {slot: make_part(value, slot) for slot, value in parts.items()}
+    if name != "fedavg" and not any(isinstance(part, type(main)) for part in made.values()):
+        raise _replaced(name, exchanged, made)
     if options and main not in made.values():
         raise InputError(
-            f"method {name!r}: {', '.join(options)} belong to its own "
-            f"{' and '.join(slots_of(type(main)))}, which was replaced; leave them out or name "
-            "the other method"
+            f"method {name!r}: {', '.join(options)} must be given in its "
+            f"{' and '.join(slots_of(type(main)))}, which replaces its own"
         )
     usual = getattr(made["local"], "usual_weights", made["aggregation"].usual_weights)
     return Method(name=name, weights=weights or usual, **made)
+
+
+def _replaced(name: str, exchanged: Mapping[str, Any], made: Mapping[str, Part]) -> InputError:
+    """Return the error for a method of which no part remains. It says which method to name."""
+    own = [slot for slot in slots_of(part_class(name)) if slot in exchanged]
+    instead = ", ".join(f"{slot} {made[slot].name!r}" for slot in own)
+    named = next((slot for slot in own if made[slot].name in _METHODS), None)
+    first = made[named].name if named else "fedavg"
+    # A part that fills several slots fills them as a method, too.
+    rest = [
+        f"{slot}: {made[slot].name}"
+        for slot in exchanged
+        if not named or not isinstance(made[slot], type(made[named]))
+    ]
+    return InputError(
+        f"nothing of method {name!r} remains, because it is replaced by {instead}; name the other "
+        f"method: {{{', '.join([f'name: {first}', *rest])}}}"
+    )
 
 
 def _wrap(name: str, options: dict[str, Any], around: dict[str, Any]) -> Method:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from torch import nn
 from equipoise import methods, models
 from equipoise.checks import count
 from equipoise.documents import read_json
-from equipoise.engine.settings import Machine, Training
+from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.engine.slots import frozen_digest, is_frozen_digest
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, unknown
@@ -203,9 +204,9 @@ def train(
     method: str | Mapping[str, Any] | Method = "fedavg",
     model: str | Mapping[str, Any] | nn.Module | None = None,
     head: str | None = None,
-    training: Training | None = None,
-    machine: Machine | None = None,
-    evaluation: Evaluation | None = None,
+    training: Training | Mapping[str, Any] | None = None,
+    machine: Machine | Mapping[str, Any] | None = None,
+    evaluation: Evaluation | Mapping[str, Any] | None = None,
     seed: int = 0,
     out: str | Path | None = None,
     resume: bool = False,
@@ -234,12 +235,12 @@ def train(
         The dotted name of the layer that is the head of a module, such as ``"classifier"``, for
         methods that treat features and head differently. Modules with the submodules ``features``
         and ``head`` do not need it.
-    training : Training, optional
+    training : Training or mapping, optional
         How clients train.
-    machine : Machine, optional
+    machine : Machine or mapping, optional
         Device and precision.
-    evaluation : Evaluation, optional
-        When clients are evaluated, and which round is reported.
+    evaluation : Evaluation or mapping, optional
+        When clients are evaluated, and which round is reported, such as ``{"every": 5}``.
     seed : int
         Seed of the initial model and of all random numbers.
     out : path, optional
@@ -297,7 +298,7 @@ def train(
             f"train() takes a federation, got {type(federation).__name__}; use "
             "equipoise.Federation.from_arrays(x, y, clients=...)"
         )
-    training = _training(_checked(training, Training, "training"), settings)
+    training = _training(_checked(training, Training, "training"), settings, method)
     machine = _checked(machine, Machine, "machine") or Machine()
     evaluation = _checked(evaluation, Evaluation, "evaluation") or Evaluation()
     callbacks = checked(callbacks)
@@ -570,27 +571,66 @@ def _named(value: str | Mapping[str, Any], what: str) -> dict[str, Any]:
     return named
 
 
-def _checked(settings: S | None, kind: type[S], name: str) -> S | None:
+def _checked(settings: S | Mapping[str, Any] | None, kind: type[S], name: str) -> S | None:
+    """Return settings, which may be given as a mapping."""
+    if isinstance(settings, Mapping):
+        valid = [f"{name}.{field}" for field in _fields(kind)]
+        for key in settings:
+            if f"{name}.{key}" not in valid:
+                raise unknown("key", f"{name}.{key}", valid, where="train()")
+        return kind(**_converted(settings))
     if settings is not None and not isinstance(settings, kind):
         raise InputError(
-            f"{name} must be of the class {kind.__name__} (from equipoise import {kind.__name__}), "
-            f"got {settings!r}"
+            f"{name} must be a mapping or of the class {kind.__name__} (from equipoise import "
+            f"{kind.__name__}), got {settings!r}"
         )
     return settings
 
 
-def _training(training: Training | None, settings: Mapping[str, Any]) -> Training:
-    valid = [field.name for field in dataclasses.fields(Training)]
-    for key, value in settings.items():
-        if key in OPTIMIZER_OPTIONS:
-            raise InputError(
-                f"unknown setting {key!r} in train(); it is an option of the optimizer: "
-                f"optimizer={{'name': 'sgd', {key!r}: {value!r}}}"
-            )
-        if key not in valid:
-            raise unknown("setting", key, valid, where="train()")
+def _fields(kind: type[Any]) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def _converted(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the objects that may be given as names or mappings in settings."""
     made = dict(settings)
     for key, read in (("optimizer", optimizer_from), ("schedule", schedule_from)):
         if isinstance(made.get(key), (str, Mapping)):
             made[key] = read(made[key])
+    if isinstance(made.get("fine_tune"), Mapping):
+        made["fine_tune"] = _checked(made["fine_tune"], FineTune, "evaluation.fine_tune")
+    return made
+
+
+def _training(
+    training: Training | None,
+    settings: Mapping[str, Any],
+    method: str | Mapping[str, Any] | Method,
+) -> Training:
+    for key, value in settings.items():
+        if key not in _fields(Training):
+            raise _unknown_argument(key, value, method)
+    made = _converted(settings)
     return dataclasses.replace(training, **made) if training else Training(**made)
+
+
+def _unknown_argument(key: str, value: Any, method: str | Mapping[str, Any] | Method) -> InputError:
+    """Return the error for an unknown argument of ``train``. It says where the key belongs."""
+    given = f"{key!r}: {value!r}}}"
+    chosen = method.get("name") if isinstance(method, Mapping) else getattr(method, "name", method)
+    takers = [name for name in methods.names() if key in methods.options_of(name)]
+    belongs = None
+    if key in OPTIMIZER_OPTIONS:
+        belongs = f"an option of the optimizer: optimizer={{'name': 'sgd', {given}"
+    elif key in _fields(Evaluation):
+        belongs = f"a setting of the evaluation: evaluation={{{given}"
+    elif key in _fields(Machine):
+        belongs = f"a setting of the machine: machine={{{given}"
+    elif takers:
+        shown = [chosen] if chosen in takers else takers[:3]
+        belongs = f"an option of {', '.join(shown)}: method={{'name': {shown[0]!r}, {given}"
+    if belongs:
+        return InputError(f"unknown setting {key!r} in train(); it is {belongs}")
+    arguments = inspect.signature(train).parameters.values()
+    named = [one.name for one in arguments if one.kind is one.KEYWORD_ONLY]
+    return unknown("setting", key, [*_fields(Training), *named], where="train()")

@@ -78,9 +78,10 @@ def open_run(
         if is_frozen_digest(found["resolved"]["frozen"], module):
             found["resolved"]["frozen"] = resolved.get("frozen")
         _keep_processes(found, config)
-        longer = found["training"]["rounds"] < config["training"]["rounds"]
+        before, asked = (given["training"]["rounds"] for given in (found, config))
+        longer = before < asked
         if longer:
-            found["training"]["rounds"] = config["training"]["rounds"]
+            found["training"]["rounds"] = asked
         # Trackers are not part of the experiment.
         there, here = (
             {**given, "tracking": None} for given in (found, json.loads(json.dumps(config)))
@@ -89,6 +90,11 @@ def open_run(
             # Runs of older versions differ in settings that did not exist. The error about the
             # version is clearer.
             refuse_another_version(directory)
+            if difference.startswith("training.rounds "):
+                raise InputError(
+                    f"training.rounds is {asked}, but the run in {directory} was started with "
+                    f"{before} rounds and cannot be made shorter; valid: {before} or more"
+                )
             same = (
                 "pass the module the run began with or "
                 if difference.startswith("resolved.module ")

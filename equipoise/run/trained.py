@@ -65,7 +65,7 @@ def model_of(config: Mapping[str, Any], directory: Path, module: nn.Module | Non
 
 
 def client_number(client: int | str | None, names: Sequence[str] | None) -> int | None:
-    """Return the number of a client by name, and refuse a number that could also be a name."""
+    """Return the number of a client, and refuse one that is the name of another client."""
     if client is None:
         return None
     if not isinstance(client, str):
@@ -75,6 +75,8 @@ def client_number(client: int | str | None, names: Sequence[str] | None) -> int 
             )
         number, own, names = int(client), str(int(client)), names or ()
         called = names[number] if 0 <= number < len(names) else None
+        if called is None and names.count(own) == 1:
+            return names.index(own)
         numeric = called is not None and all(name.removeprefix("-").isdecimal() for name in names)
         agrees = called == own or (numeric and int(called or 0) == number)
         # If two clients have the same name, only the number identifies them.

@@ -13,9 +13,12 @@ method, paired over folds and seeds.
 A method may have ``set`` beside its hyper-parameters: other settings that are different for this
 method, such as the number of epochs.
 
-A method may have a ``grid`` beside its hyper-parameters: values to try for some of them. It is used
-only for tuning. Every combination is then a separate method. It runs with the seed of ``tuning``
-and is evaluated on validation data, together with the study's first method; see :class:`Tuning`.
+A method may have a ``grid`` beside its hyper-parameters: values to try for some of them (``mu``,
+``aggregation.t``), or for other settings (``training.optimizer.lr``), which have the same keys as
+in ``set``. If the first component of a key is a key of experiments, it is that key; otherwise it is
+an option of the method. ``method.NAME`` is always an option of the method. The grid is used only
+for tuning. Every combination is then a separate method. It runs with the seed of ``tuning`` and is
+evaluated on validation data, together with the study's first method; see :class:`Tuning`.
 The chosen values are written to ``chosen.yaml`` beside the runs of tuning. The study then uses
 them.
 

@@ -18,8 +18,9 @@ _ABOUT = """\
 # The values that were chosen for the methods of a study, by setting. `equipoise compare` runs them.
 # by, split, seed: the metric, the data and the seed used for the choice. among: the number of
 # combinations of values with a result. within_tolerance: how many of them had a mean (on the same
-# data) at most `tolerance` worse than `reference`, the mean of the study's first method. Among
-# those, `value` is the best of `by`. tied: how many have this value; the first of the grid is used.
+# data) at most `tolerance` worse than `reference`, the mean of the study's first method (the best
+# one if it has a grid). Among those, `value` is the best of `by`. tied: how many have this value;
+# the first of the grid is used.
 """
 
 Choices = dict[str, dict[str, "Choice"]]

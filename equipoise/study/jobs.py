@@ -8,7 +8,7 @@ from typing import Any
 
 from equipoise.config import Experiment, Override, experiment_from
 from equipoise.study.choice import Choice
-from equipoise.study.methods import StudyMethod, variant_label
+from equipoise.study.methods import StudyMethod, refuse_replaced, variant_label
 from equipoise.study.plan import Job
 from equipoise.study.settings import StudySetting
 
@@ -46,8 +46,10 @@ class Experiments:
         """Return the experiment of a run, or of a run of tuning."""
         overrides = [
             Override("method", method.options, f"methods of {self.where}"),
+            *method.tuned_options,
             *setting.changes,
             *method.changes,
+            *method.tuned_settings,
             *(self.tuning if tuned else ()),
             Override("seed", seed, self.drawn_by),
             *self.for_all,
@@ -56,6 +58,14 @@ class Experiments:
         return experiment_from(
             self.base, f"base of {self.where}", overrides, on_import=self.on_import
         )
+
+    def _checked(
+        self, method: StudyMethod, setting: StudySetting, seed: int, *, tuned: bool
+    ) -> Experiment:
+        """Return the experiment of a run. Anything that replaces a value of a grid is refused."""
+        refuse_replaced(method.tuned_options, setting.changes)
+        refuse_replaced(method.tuned_settings, [*(self.tuning if tuned else ()), *self.for_all])
+        return self.make(method, setting, seed, tuned=tuned)
 
     def job(
         self,
@@ -72,10 +82,10 @@ class Experiments:
         study, the run directory is named after them.
         """
         (named, differing), (label, described) = setting, method
-        given = self.make(described, differing, seed, tuned=tuned)
+        given = self._checked(described, differing, seed, tuned=tuned)
         if choice is None:
             return Job(named, label, seed, given)
-        chosen = self.make(described.with_values(choice.values), differing, seed, tuned=False)
+        chosen = self._checked(described.with_values(choice.values), differing, seed, tuned=False)
         variant = variant_label(label, choice.values)
         folder = variant if chosen.plain() != given.plain() else None
         return Job(named, label, seed, chosen, folder, variant)

@@ -1,13 +1,18 @@
-"""The methods of a study: their options, and the variants that tuning tries."""
+"""The methods of a study: their options, and the variants that tuning tries.
+
+A key of a grid whose first component is a key of experiments, such as ``training.optimizer.lr`` or
+``model``, is that key of the experiment, as in ``set``. Any other key is an option of the method,
+such as ``mu`` or ``aggregation.t``. ``method.mu`` is always an option of the method.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from equipoise.config import Override
+from equipoise.config import SECTIONS, Override
 from equipoise.errors import InputError
 from equipoise.study.checks import INSTEAD, checked_label
 from equipoise.study.choice import Choices
@@ -28,15 +33,41 @@ class StudyMethod:
         The values of its grid, by the labels of its variants.
     changes : list of Override
         Other settings that are different for this method, such as the number of epochs.
+    grid_origin : str
+        Where the grid came from, for errors.
+    tuned_options, tuned_settings : tuple of Override
+        The values of a variant: options of the method, and other settings.
     """
 
     options: dict[str, Any]
     variants: dict[str, dict[str, Any]]
     changes: list[Override]
+    grid_origin: str
+    tuned_options: tuple[Override, ...] = ()
+    tuned_settings: tuple[Override, ...] = ()
 
     def with_values(self, values: Mapping[str, Any]) -> StudyMethod:
         """Return a variant."""
-        return replace(self, options=self.options | dict(values))
+        tuned = [Override(_key_of(key), value, self.grid_origin) for key, value in values.items()]
+        return replace(
+            self,
+            tuned_options=tuple(one for one in tuned if one.key.startswith("method.")),
+            tuned_settings=tuple(one for one in tuned if not one.key.startswith("method.")),
+        )
+
+
+def _key_of(name: str) -> str:
+    """Return the key of an experiment that a key of a grid means.
+
+    Examples
+    --------
+    >>> [_key_of(name) for name in ("training.epochs", "mu", "aggregation.t", "method.mu")]
+    ['training.epochs', 'method.mu', 'method.aggregation.t', 'method.mu']
+    """
+    first, dot, _ = name.partition(".")
+    # A study has seeds of its own, so seed alone is an option of the method, too.
+    known = dot if first in ("method", "seed") else first in SECTIONS
+    return name if known else f"method.{name}"
 
 
 def methods_from(given: Any, where: str) -> dict[str, StudyMethod]:
@@ -48,10 +79,16 @@ def methods_from(given: Any, where: str) -> dict[str, StudyMethod]:
     methods: dict[str, StudyMethod] = {}
     for item in given:
         options = dict(item) if isinstance(item, Mapping) else {"name": item}
+        if not options.keys() & {"name", "label"}:
+            raise _without_name(options, where)
         label = checked_label(options.pop("label", options.get("name")), "methods", where)
         if label in methods:
             raise _called_alike(label, where)
-        variants, changes = _variants(options.pop("grid", {}), label, where), options.pop("set", {})
+        grid, changes = options.pop("grid", {}), options.pop("set", {})
+        variants, grid_origin = (
+            _variants(grid, label, where),
+            f"grid of method {label!r} of {where}",
+        )
         origin = f"set of method {label!r} of {where}"
         if not isinstance(changes, Mapping):
             raise InputError(f"{origin} must hold keys with values, got {changes!r}")
@@ -60,8 +97,34 @@ def methods_from(given: Any, where: str) -> dict[str, StudyMethod]:
             override.key for override in overrides if override.key.partition(".")[0] in INSTEAD
         ]:
             raise InputError(f"{origin}: {strays[0]} is not valid there")
-        methods[label] = StudyMethod(options, variants, overrides)
+        made = StudyMethod(options, variants, overrides, grid_origin)
+        for variant in itertools.islice(map(made.with_values, variants.values()), 1):
+            refuse_replaced(overrides, variant.tuned_settings)
+            for tuned in (variant.tuned_options, variant.tuned_settings):
+                for number, override in enumerate(tuned):
+                    refuse_replaced([override], tuned[number + 1 :])
+        methods[label] = made
     return methods
+
+
+def refuse_replaced(earlier: Iterable[Override], later: Iterable[Override]) -> None:
+    """Refuse values that replace earlier ones, of which at least one belongs to a grid."""
+    for before, after in itertools.product(earlier, later):
+        if f"{before.key}.".startswith(f"{after.key}."):
+            raise InputError(
+                f"{after.origin}: {after.key} replaces {before.key} in {before.origin}; leave one "
+                "of them out"
+            )
+
+
+def _without_name(options: Mapping[str, Any], where: str) -> InputError:
+    inner = next(iter(options.values()), None) if len(options) == 1 else None
+    meant = {"name": next(iter(options)), **inner} if isinstance(inner, Mapping) else None
+    written = ", ".join(f"{key}: {value}" for key, value in (meant or {"name": "fedprox"}).items())
+    return InputError(
+        f"{where}: the method {dict(options)!r} in methods has no name; "
+        f"{'write' if meant else 'it needs one, such as'} {{{written}}}"
+    )
 
 
 def _called_alike(label: str, where: str) -> InputError:
@@ -70,16 +133,15 @@ def _called_alike(label: str, where: str) -> InputError:
 
 def _variants(grid: Any, label: str, where: str) -> dict[str, dict[str, Any]]:
     """Return every combination of a grid's values by its label."""
-    if not isinstance(grid, Mapping) or not all(
-        isinstance(values, list) and values for values in grid.values()
-    ):
+    lists = dict(flat(grid)) if isinstance(grid, Mapping) else {"": None}
+    if not all(isinstance(values, list) and values for values in lists.values()):
         raise InputError(
             f"{where}: grid of method {label!r} must have hyper-parameters with lists of values, "
             f"got {grid!r}"
         )
     variants: dict[str, dict[str, Any]] = {}
-    for combination in itertools.product(*grid.values()) if grid else ():
-        values = dict(zip(grid, combination, strict=True))
+    for combination in itertools.product(*lists.values()) if lists else ():
+        values = dict(zip(lists, combination, strict=True))
         variant = checked_label(variant_label(label, values), "methods", where)
         if variant in variants:
             raise InputError(
@@ -108,10 +170,11 @@ def _written(value: Any) -> str:
 
 def methods_to_tune(
     described: Mapping[str, StudyMethod], kept: Mapping[str, StudyMethod], where: str
-) -> tuple[dict[str, StudyMethod], Tried]:
+) -> tuple[dict[str, StudyMethod], Tried, tuple[str, ...]]:
     """Return the methods that tuning runs, and the values of their variants.
 
-    These are the study's first method and all variants of the methods that are kept.
+    These are the study's first method and the methods that are kept, with all their variants. The
+    labels of the first method and its variants are returned last.
     """
     tried = {label: method.variants for label, method in kept.items() if method.variants}
     if not tried:
@@ -119,14 +182,14 @@ def methods_to_tune(
             f"{where}: no method has a grid of values to try, such as grid: {{q: [0.1, 1]}}"
         )
     first, method = next(iter(described.items()))
-    reference = dict(itertools.islice(method.variants.items(), 1)) or {first: {}}
+    reference = method.variants or {first: {}}
     made: dict[str, StudyMethod] = {}
     for label, variants in ({first: reference} | tried).items():
         for variant, values in variants.items():
             if variant in made:
                 raise _called_alike(variant, where)
             made[variant] = described[label].with_values(values)
-    return made, tried
+    return made, tried, tuple(reference)
 
 
 def used_choices(chosen: Choices, methods: Mapping[str, StudyMethod], where: str) -> Choices:

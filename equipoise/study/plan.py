@@ -55,9 +55,9 @@ class Tuning:
 
     Among the values whose mean is at most ``tolerance`` worse than that of the study's first
     method, the one with the best ``by`` is chosen. If there is none, the one with the best mean is
-    chosen. ``fairness.METRICS`` defines whether high or low is better. Among equally good values,
-    the first in the order of the grid is chosen. The last hyper-parameter of the grid varies
-    fastest.
+    chosen. If the first method has a grid, its best mean counts. ``fairness.METRICS`` defines
+    whether high or low is better. Among equally good values, the first in the order of the grid is
+    chosen. The last hyper-parameter of the grid varies fastest.
 
     Attributes
     ----------
@@ -140,11 +140,12 @@ class Study:
     """The runs of a study, checked, and the metrics and split to show.
 
     ``tried`` and ``tuning`` are for tuning: the values of each method's grid, by the labels of its
-    variants, and how to choose between them. ``origins`` has the origin of each metric, for errors.
-    ``folds`` are the settings that each leave out one group, by the label of their setting.
-    ``baseline`` is the method with which the others are compared pair by pair, if any. ``chosen``
-    has the values that tuning has chosen and the study uses. ``metrics_by_default`` is whether the
-    metrics are those that are shown if none are named.
+    variants, and how to choose between them. ``reference`` are the labels of the first method and
+    its variants in tuning. ``origins`` has the origin of each metric, for errors. ``folds`` are the
+    settings that each leave out one group, by the label of their setting. ``baseline`` is the
+    method with which the others are compared pair by pair, if any. ``chosen`` has the values that
+    tuning has chosen and the study uses. ``metrics_by_default`` is whether the metrics are those
+    that are shown if none are named.
 
     Examples
     --------
@@ -163,6 +164,7 @@ class Study:
     split: str = "test"
     tuning: Tuning = Tuning()
     tried: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    reference: tuple[str, ...] = ()
     origins: Mapping[str, str] = field(default_factory=dict)
     folds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     baseline: str | None = None

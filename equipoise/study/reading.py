@@ -135,8 +135,8 @@ def study_from(
         ``seeds``, ``metrics``, ``split`` (``test`` or ``val``), ``baseline`` (the method with which
         all others are compared, pair by pair) and ``tuning`` (the fields of :class:`Tuning`, and
         further changes under ``set``). A method is a name, or a mapping with its name and
-        hyper-parameters, and optionally ``label``, ``grid`` and ``set`` (settings that are
-        different for this method).
+        hyper-parameters, and optionally ``label``, ``grid`` (values to try; for its keys see
+        :mod:`equipoise.study`) and ``set`` (settings that are different for this method).
 
         If ``data.leave_out`` is a list, each of its groups is left out once. These settings are
         called folds. The label of a fold is the name of the group, after the label of the setting
@@ -157,7 +157,7 @@ def study_from(
         Whether to return the study that tries the grids of its methods on validation data.
     settings, methods : sequence of str, optional
         The labels of those to keep; by default all. The label of a setting selects all its folds.
-        For tuning the first method is always kept.
+        For tuning the first method is always kept, with all values of its grid.
     seeds : sequence of int, optional
         Seeds to use instead of those in the mapping; a single one for tuning.
     baseline : str, optional
@@ -233,7 +233,7 @@ def study_from(
         for label, own in divided.items()
         if label not in own
     }
-    made, tried = methods_to_tune(described, kept, where) if tune else (kept, {})
+    made, tried, first = methods_to_tune(described, kept, where) if tune else (kept, {}, ())
     drawn_by = "--seed" if seeds else f"tuning of {where}" if tune else f"seeds of {where}"
     experiments = Experiments(base, where, changes, for_all, drawn_by, on_import)
     settings_of = {fold: label for label, own in divided.items() for fold in own}
@@ -262,8 +262,8 @@ def study_from(
         # To find errors in a grid now and not when the study is tuned.
         for method in kept.values():
             for values in method.variants.values():
-                first = next(iter(part.values()))
-                experiments.make(method.with_values(values), first, drawn[0], tuned=True)
+                setting = next(iter(part.values()))
+                experiments.make(method.with_values(values), setting, drawn[0], tuned=True)
     if split == "val":
         _check_validation(jobs, "tuning" if tune else f"{where}: split: val")
     evaluated = _evaluated(jobs)
@@ -288,6 +288,7 @@ def study_from(
         split=split,
         tuning=tuning,
         tried=tried,
+        reference=first,
         origins=origins,
         folds={label: own for label, own in folds.items() if own},
         baseline=baseline,

@@ -37,7 +37,7 @@ from equipoise.study.significance import (
     against,
     rank_methods,
 )
-from equipoise.study.tuned import choices_of, tuned
+from equipoise.study.tuned import choices_of, reference_mean
 
 if TYPE_CHECKING:
     from equipoise.study.plan import Job, Study
@@ -376,10 +376,10 @@ class Results:
                     "are left out; left_out_clients in summary.json names them"
                 )
         for setting in self.study.whole_settings:
-            first, chosen = self.study.methods[0], self.chosen(setting)
-            if chosen and tuned(self, setting, first, "mean") is None:
+            if self.chosen(setting) and reference_mean(self, setting) is None:
                 found.append(
-                    f"{setting}: chosen without the tolerance, because {first} has no mean"
+                    f"{setting}: chosen without the tolerance, because "
+                    f"{' and '.join(self.study.reference)} has no mean"
                 )
         for setting, method in self.undecided:
             if any(any(self._runs(setting, label)) for label in self.study.tried[method]):

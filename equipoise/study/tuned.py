@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def choices_of(results: Results, setting: str) -> dict[str, Choice]:
     """Return the choice for every method with a grid and a successful run."""
     tuning, best = results.study.tuning, {}
-    mean_of_first = tuned(results, setting, results.study.methods[0], "mean")
+    mean_of_first = reference_mean(results, setting)
     reference = mean_of_first
     if reference is None:
         reference = math.inf if results.lower_is_better else -math.inf
@@ -47,6 +47,13 @@ def choices_of(results: Results, setting: str) -> dict[str, Choice]:
                 reference=mean_of_first,
             )
     return best
+
+
+def reference_mean(results: Results, setting: str) -> float | None:
+    """Return the mean of the study's first method, the best one if it has a grid."""
+    means = (tuned(results, setting, label, "mean") for label in results.study.reference)
+    best = min if results.lower_is_better else max
+    return best((mean for mean in means if mean is not None), default=None)
 
 
 def _by_higher(results: Results) -> bool | None:

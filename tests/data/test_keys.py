@@ -107,8 +107,8 @@ def test_options_of_sources(name: str, option: str, tmp_path, monkeypatch) -> No
         ({"splits": [0.5, 0.5, 0.5]}, "data.splits"),
         ({"unseen": 99}, "data.unseen=99 must leave a client to train"),
         ({"unseen": [99]}, "data.unseen client 99 does not exist"),
-        ({"leave_out": "blured"}, "data.leave_out: unknown group 'blured' in leave_out"),
-        ({"test": "grup"}, "data.test: unknown value 'grup' in test"),
+        ({"leave_out": "blured"}, "unknown group 'blured' in data.leave_out"),
+        ({"test": "grup"}, "unknown value 'grup' in data.test"),
         ({"server_val": 2.0}, "data.server_val must be a share from 0 to below 1, got 2.0"),
         (
             {"partition": {"name": "iid", "clients": 3}},

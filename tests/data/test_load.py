@@ -135,6 +135,7 @@ def test_every_registered_name_resolves() -> None:
         ),
         ("digits", {"partition": "diriclet"}, "did you mean 'dirichlet'"),
         ("digits", {"partition": "dirichlet"}, "partition 'dirichlet' needs clients and beta"),
+        ("digits", {"partition": "iid"}, r"needs clients \(data.partition.clients\)$"),
         ("digits", {"partition": {"clients": 3}}, "needs a name"),
         ("digits", {"partition": {"name": "iid", "client": 3}}, "did you mean 'clients'"),
         ("digits", {"partition": "natural"}, "has no client ids"),

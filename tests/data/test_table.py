@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from equipoise import Evaluation, train
 from equipoise.cli import app
 from equipoise.config import experiment_from
-from equipoise.data import Natural, load
+from equipoise.data import Iid, Natural, load
 from equipoise.data.table import recipe, table
 from equipoise.errors import InputError
 
@@ -152,6 +152,20 @@ def test_partitions(written):
     assert load("table", file=written(text), y="ill").clients == 10
     assert recipe(seed=0, file=written(SMALL), **ROLES)[1] == Natural(1)
     assert load("table", file=written(text), y="ill", partition=dict(name="iid", clients=4)).clients
+
+
+@pytest.mark.parametrize("partition", [{"name": "iid", "clients": 2}, Iid(2)])
+def test_a_partition_may_not_mix_the_given_clients(written, partition):
+    given = {"file": written(SMALL), **ROLES}
+    message = (
+        r"^data\.partition is .*iid.*, but data\.clients='\w+' names the client of each sample; "
+        r"valid: data\.clients without data\.partition"
+    )
+    with pytest.raises(InputError, match=f"(?i){message}"):
+        load("table", **given, partition=partition)
+    natural = {"name": "natural", "min_samples": 1}
+    assert load("table", **given, partition=natural).client_names
+    assert load("table", **given).client_names
 
 
 def many(count, cell="v{}"):

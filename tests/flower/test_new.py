@@ -286,3 +286,14 @@ def test_who_wants_telemetry_can_have_it(tmp_path):
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout == "1\n"
+
+
+def test_a_study_is_refused(tmp_path):
+    study = tmp_path / "study.yaml"
+    study.write_text("{base: {data: digits}, methods: [fedavg]}")
+    done = CliRunner().invoke(
+        app, ["flower", "new", str(tmp_path / "my-app"), "--experiment", str(study)]
+    )
+    assert done.exit_code == 2
+    assert f"{study} is a study, not an experiment; run it with: equipoise compare" in done.stderr
+    assert not (tmp_path / "my-app").exists()

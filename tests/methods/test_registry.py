@@ -160,17 +160,36 @@ def test_slots():
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"name": "fedprox", "mu": 5, "local": "plain"}, "mu belong to its own local"),
+        ({"name": "fedprox", "local": "ditto"}, "local 'ditto'; name .*: {name: ditto}$"),
+        ({"name": "fedprox", "mu": 5, "local": {"name": "ditto", "lam": 2}}, ": {name: ditto}$"),
+        ({"name": "fedrep", "local": "plain"}, "local 'plain'; .*: {name: fedavg, local: plain}$"),
+        ({"name": "qffl", "aggregation": "fedavg"}, "aggregation 'fedavg'; .*: {name: fedavg}$"),
+        ({"name": "qffl", "aggregation": "fedavg", "local": "fedprox"}, "fedavg, local: fedprox}$"),
+        ({"name": "central", "view": "everyone"}, ": {name: fedavg, view: everyone}$"),
         (
-            {"name": "fedrep", "head_epochs": 3, "local": "plain"},
-            "head_epochs belong to its own local",
+            {"name": "scaffold", "local": "fedprox", "aggregation": "qffl"},
+            "local 'fedprox', aggregation 'qffl'; .*: {name: fedprox, aggregation: qffl}$",
         ),
-        ({"name": "qffl", "q": 1, "aggregation": "fedavg"}, "q belong to its own aggregation"),
     ],
 )
-def test_hyper_parameters_of_an_exchanged_part_are_refused(given, named):
-    with pytest.raises(InputError, match=f"method '{given['name']}': {named}, which was replaced"):
+def test_a_method_of_which_nothing_remains_is_refused(given, named):
+    beginning = f"^nothing of method '{given['name']}' remains, because it is replaced by "
+    with pytest.raises(InputError, match=f"{beginning}.*{named}"):
         build(**given)
+
+
+def test_the_part_that_a_method_is_named_after_may_be_given():
+    other = {"name": "fedprox", "mu": 2}
+    assert build("fedprox", local=other) == build("fedprox", mu=2)
+    with pytest.raises(InputError, match="^method 'fedprox': mu must be given in its local, which"):
+        build("fedprox", mu=1, local=other)
+    # The parts of FedAvg are those that all methods have by default.
+    assert build("fedavg", aggregation="qffl", local="fedprox").name == "fedavg"
+
+
+def test_a_wrapper_refuses_a_host_of_which_nothing_remains():
+    with pytest.raises(InputError, match=r"nothing of method 'fedprox' remains.*: {name: ditto}$"):
+        build("client2vec", host="fedprox", local="ditto")
 
 
 def test_a_name_that_is_taken_is_refused():

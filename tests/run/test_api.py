@@ -126,9 +126,9 @@ def test_a_model_is_left_as_it_was_after_it_was_tried_out():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"training": {"rounds": 1}}, "training must be of the class Training"),
-        ({"machine": {"device": "cpu"}}, "machine must be of the class Machine"),
-        ({"evaluation": {"every": 5}}, "evaluation must be of the class Evaluation"),
+        ({"training": "short"}, "training must be a mapping or of the class Training"),
+        ({"machine": "cpu"}, "machine must be a mapping or of the class Machine"),
+        ({"evaluation": 5}, "evaluation must be a mapping or of the class Evaluation"),
         ({"method": 3}, "method must be a name or a mapping with 'name', got 3"),
         ({"method": ["fedavg"]}, "method must be a name or a mapping"),
         ({"model": nn.Flatten}, r"it may also be an nn.Module, such as Flatten\(...\)"),
@@ -161,6 +161,12 @@ def test_a_directory_that_holds_a_run_is_not_overwritten(broken_off):
     assert contents(broken_off) == before
 
 
+def test_a_run_is_not_made_shorter(broken_off):
+    message = f"^rounds is 6, but the run in {broken_off} was started with 7 rounds"
+    with pytest.raises(InputError, match=f"{message} and cannot be made shorter; valid: 7 or more"):
+        small_run(broken_off, resume=True, rounds=6)
+
+
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_second_writer_is_kept_out_while_a_run_goes_on(resumed, broken_off, tmp_path):
     """A second process is refused while the first runs, and the first is not affected."""
@@ -186,7 +192,6 @@ def test_a_second_writer_is_kept_out_while_a_run_goes_on(resumed, broken_off, tm
     [
         ({"seed": 4}, "seed is 3 there and 4 here"),
         ({"method": "fedprox"}, "method.name is 'fedavg' there and 'fedprox' here"),
-        ({"rounds": 6}, "training.rounds is 7 there and 6 here"),
         (
             {"optimizer": optimizer_named("sgd", lr=0.3, momentum=0.5)},
             "training.optimizer.lr is 0.2 there and 0.3 here",
@@ -384,6 +389,19 @@ def test_what_was_good_before_a_failure_stays_and_can_be_resumed(tmp_path, monke
 # ---- settings ------------------------------------------------------------------------------------
 
 
+def test_settings_may_be_mappings():
+    given = {
+        "training": {"rounds": 1, "optimizer": {"name": "sgd", "lr": 0.3}},
+        "evaluation": {"every": 2, "metrics": ["auroc"], "fine_tune": {"epochs": 2}},
+        "machine": {"device": "cpu"},
+    }
+    config = train(federation(), model="mlp", **given).config
+    assert (config["training"]["rounds"], config["training"]["optimizer"]["lr"]) == (1, 0.3)
+    assert (config["evaluation"]["every"], config["evaluation"]["metrics"]) == (2, ["auroc"])
+    assert config["evaluation"]["fine_tune"]["epochs"] == 2
+    assert config["machine"]["device"] == "cpu"
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -400,6 +418,27 @@ def test_what_was_good_before_a_failure_stays_and_can_be_resumed(tmp_path, monke
         ({"cohort": 9}, "^cohort asks for 9 clients, but only 8 are registered"),
         ({"roundz": 3}, r"unknown setting 'roundz' in train\(\); did you mean 'rounds'\?"),
         ({"learning_rate": 3}, r"unknown setting 'learning_rate' in train\(\)"),
+        ({"modle": "mlp"}, r"unknown setting 'modle' in train\(\); did you mean 'model'\?"),
+        (
+            {"mu": 0.1},
+            r"'mu' in train\(\); it is an option of fedprox, moon: method={'name': 'fedprox', "
+            r"'mu': 0\.1}$",
+        ),
+        (
+            {"mu": 0.1, "method": {"name": "moon"}},
+            r"it is an option of moon: method={'name': 'moon', 'mu': 0\.1}$",
+        ),
+        ({"every": 2}, r"it is a setting of the evaluation: evaluation={'every': 2}$"),
+        ({"device": "cpu"}, r"it is a setting of the machine: machine={'device': 'cpu'}$"),
+        (
+            {"evaluation": {"evry": 2}},
+            r"unknown key 'evaluation.evry' in train\(\); did you mean 'evaluation.every'\?",
+        ),
+        (
+            {"evaluation": {"fine_tune": {"epoch": 2}}},
+            "unknown key 'evaluation.fine_tune.epoch' .* 'evaluation.fine_tune.epochs'",
+        ),
+        ({"machine": 3}, "machine must be a mapping or of the class Machine .*, got 3"),
         (
             {"lr": 0.5},
             r"unknown setting 'lr' in train\(\); .* optimizer={'name': 'sgd', 'lr': 0.5}$",

@@ -61,7 +61,7 @@ def data(
         from equipoise.config import Override, experiment_from
 
         overrides = [Override("imports", import_, "--import")] if import_ else []
-        overrides += [Override("data", name, "NAME")]
+        overrides += [Override("data", name, f"equipoise data {name}")]
         overrides += [Override("data.seed", seed, "--seed")] if seed is not None else []
         overrides += [Override.parse(text, below="data") for text in set_ or ()]
         overrides += [Override("data.download", True, "--download")] if download else []

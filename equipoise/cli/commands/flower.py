@@ -12,7 +12,7 @@ import typer
 
 from equipoise.cli.errors import errors_as_lines
 from equipoise.cli.help import Command
-from equipoise.cli.options import Debug
+from equipoise.cli.options import Debug, refuse_study
 from equipoise.cli.paths import check_directory
 from equipoise.errors import InputError
 
@@ -37,8 +37,10 @@ def new(
     """Write a Flower app for an experiment."""
     with errors_as_lines(debug):
         check_directory(directory, "choose another DIR")
+        from equipoise.config import read_yaml
         from equipoise.flower.new import new_app
 
+        refuse_study(read_yaml(experiment), experiment)
         for path in new_app(directory, experiment):
             typer.echo(path)
 

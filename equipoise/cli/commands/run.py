@@ -17,8 +17,8 @@ from equipoise.cli.options import (
     NoReport,
     Set,
     Trust,
-    leaning_to_study,
     overrides_from,
+    refuse_study,
 )
 from equipoise.cli.output import name_of, print_json, report_on
 from equipoise.cli.paths import check_directory
@@ -93,11 +93,8 @@ def run(
         content: dict[str, Any] = (
             {"data": "digits"} if experiment is None else read_yaml(experiment)
         )
-        if experiment and leaning_to_study(content) > 0:
-            raise InputError(
-                f"{experiment} is a study, not an experiment; run it with: equipoise compare "
-                f"{experiment}"
-            )
+        if experiment:
+            refuse_study(content, experiment)
         if experiment and "resolved" in content and not import_:
             # Anyone may have put code into a run directory. An experiment file is the user's own.
             import_of_run(content.get("imports", []), experiment.parent, trust=trust)
