@@ -116,9 +116,9 @@ def test_other_files_are_refused(text, message, tmp_path):
 
 
 def test_wrong_options_are_named(root):
-    with pytest.raises(InputError, match="unknown column 'gender' in attributes of data 'adult'"):
+    with pytest.raises(InputError, match="unknown column 'gender' in data.attributes of data"):
         load("adult", root=str(root), attributes=("gender",))
-    with pytest.raises(InputError, match="unknown column 'age' in clients of data 'adult'"):
+    with pytest.raises(InputError, match="unknown column 'age' in data.clients of data 'adult'"):
         load("adult", root=str(root), clients=("age",))
     with pytest.raises(InputError, match="clients of data 'adult' must name at least one column"):
         load("adult", root=str(root), clients=())
