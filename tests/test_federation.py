@@ -256,6 +256,11 @@ def test_from_arrays_numbers_clients_and_groups() -> None:
     assert federation.x.dtype == torch.float32
 
 
+def test_one_hot_labels_are_refused_with_advice() -> None:
+    with pytest.raises(InputError, match=r"y\.argmax\(1\) turns one-hot rows into labels"):
+        Federation.from_arrays(np.zeros((6, 2)), np.eye(2)[[0, 1] * 3], clients=[0] * 6)
+
+
 def test_from_arrays_takes_any_hashables() -> None:
     x, y = np.zeros((6, 1)), np.zeros(6, int)
     assert Federation.from_arrays(x, y, clients=[("a", 1)] * 3 + [("a", 2)] * 3).client_names == (

@@ -53,8 +53,9 @@ class Classification(Task):
     def check(self, y: Tensor, shape: Sequence[int]) -> None:
         """Refuse targets that are not int64 labels ``[N]``."""
         if y.dtype != torch.int64 or y.ndim != 1:
+            advice = "; y.argmax(1) turns one-hot rows into labels" if y.ndim == 2 else ""
             raise InputError(
-                f"y of a classification must be int64 labels of shape [N], not {kind_of(y)}"
+                f"y of a classification must be int64 labels of shape [N], not {kind_of(y)}{advice}"
             )
 
     def fault(self, y: Tensor, classes: int | None) -> tuple[int, str] | None:
