@@ -64,7 +64,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        ``x @ weight.mT``, of which derivatives can be taken while PyTorch records them.
+        ``x @ weight.mT``. If PyTorch records derivatives, it is PyTorch's own product.
 
     Examples
     --------

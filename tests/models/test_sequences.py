@@ -111,6 +111,32 @@ def test_dropout_between_layers_belongs_to_the_sample(batch_first):
     torch.testing.assert_close(outputs(6, training), resting, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_single_client_drops_what_stacked_ones_drop(kind, bidirectional):
+    """PyTorch's function for one layer after the other, and matrix products under ``vmap``."""
+    torch.manual_seed(0)
+    layer = kind(3, 5, num_layers=3, dropout=0.5, bidirectional=bidirectional).double()
+    module, x = convert(layer), torch.randn(6, 4, 3, dtype=torch.float64)
+    weights = dict(module.named_parameters())
+    stack = {name: weight.unsqueeze(0) for name, weight in weights.items()}
+    found = []
+    for stacked in (False, True):
+        with forward_pass(Forward(train=True, key=torch.tensor(5), stacked=stacked)):
+            made = (
+                flat(vmap(lambda given: functional_call(module, given, (x,)))(stack))
+                if stacked
+                else flat(module(x))
+            )
+        loss = sum(part.sin().sum() for part in made)
+        gradients = torch.autograd.grad(loss, list(weights.values()))
+        found.append([*(part.reshape(-1) for part in made), *gradients])
+    for alone, together in zip(*found, strict=True):
+        torch.testing.assert_close(alone, together, rtol=1e-9, atol=1e-12)
+    with forward_pass(Forward(train=False)):
+        assert not torch.allclose(module(x)[0].reshape(-1), found[0][0])
+
+
 def test_outside_the_engine_it_drops_only_in_training():
     layer = convert(nn.LSTM(3, 5, num_layers=2, dropout=0.5, batch_first=True))
     x = torch.randn(4, 6, 3)
