@@ -9,6 +9,7 @@ from equipoise.report.comparison import Comparison
 from equipoise.report.html import Section, paragraph, table
 from equipoise.report.reading import RunRecord
 from equipoise.run.records import Row
+from equipoise.run.round_rows import BESIDE
 from equipoise.text import size
 
 
@@ -24,12 +25,13 @@ def of_run(record: RunRecord) -> Section:
     ]
     laps = {
         name: [row[name] for row in record.timings if name in row]
-        for name in ("train", "combine", "evaluate")
+        for name in ("train", "combine", "evaluate", BESIDE)
     }
     for name, label in (
         ("train", "local training"),
         ("combine", "aggregation"),
         ("evaluate", "evaluation"),
+        (BESIDE, "evaluation, during training"),
     ):
         if laps[name]:
             rows.append([label, f"{sum(laps[name]):.2f} s", f"{fmean(laps[name]):.3f} s"])
@@ -54,7 +56,7 @@ def of_run(record: RunRecord) -> Section:
     if not series:
         return Section("costs", title, after + paragraph("The run has no timings."))
     device = record.config["resolved"].get("device", "an unknown device")
-    says = f"{sum(map(sum, laps.values())):.1f} s in total, on {device}."
+    says = f"{record.seconds:.1f} s in total, on {device}."
     chart = Chart(
         "seconds", "Seconds of each round", says, "round", "seconds", series, y_range=(0.0, 0.0)
     )

@@ -20,6 +20,7 @@ from equipoise.run.directory import CONFIG, SUMMARY, read_config, read_names
 from equipoise.run.files import Journal
 from equipoise.run.left_out import updates_left_out
 from equipoise.run.records import MODELS, Row, average_rows, summarize_rows, task_of
+from equipoise.run.round_rows import seconds_of
 from equipoise.task import Task
 
 WHO = ("seen", "unseen")
@@ -187,8 +188,7 @@ class RunRecord:
     @property
     def seconds(self) -> float | None:
         """Seconds of all rounds, including evaluation; None if they are not recorded."""
-        laps = [value for row in self.timings for name, value in row.items() if name != "round"]
-        return sum(laps) if laps else None
+        return seconds_of(self.timings) if self.timings else None
 
 
 def _client_name(names: Sequence[str] | None, client: int) -> str:

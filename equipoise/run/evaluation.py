@@ -184,6 +184,39 @@ class Standing:
         return True
 
 
+@dataclass(frozen=True)
+class Reported:
+    """What clients have sent with their updates about their own models.
+
+    This is kept until the rows are made, and the updates are not: they take as much memory as all
+    trained models.
+
+    Attributes
+    ----------
+    ids : int array
+        The clients.
+    losses : dict of int to float
+        The validation loss of each client's model after training, if clients report it.
+    local_metrics : dict
+        Loss and metrics of these models by split, with ``evaluation.local``.
+    """
+
+    ids: NDArray[np.int64]
+    losses: Mapping[int, float]
+    local_metrics: Mapping[str, Measured]
+
+    @classmethod
+    def of(cls, updates: Updates | None, cohort: RoundCohort | None) -> Reported:
+        """Return what a cohort has sent. Before round 1 there are no updates and no cohort."""
+        if updates is None or cohort is None:
+            return cls(np.empty(0, np.int64), {}, {})
+        losses = updates.reports.get("val_loss_after")
+        of_clients = (
+            [] if losses is None else zip(cohort.ids.tolist(), losses.tolist(), strict=True)
+        )
+        return cls(cohort.ids, dict(of_clients), cohort.local_metrics)
+
+
 class Evaluator:
     """Evaluate the models of a run after a round.
 
@@ -303,13 +336,22 @@ class Evaluator:
             "evaluation.select 'last' without evaluation.patience"
         )
 
-    def launch(
-        self, state: State, updates: Updates | None, cohort: RoundCohort | None
-    ) -> Callable[[], list[ClientRows]]:
+    @property
+    def only_reads(self) -> bool:
+        """Whether evaluation only reads the state of a round, and the host waits for nothing.
+
+        Then a GPU can evaluate a round beside the training of later ones. Personal models are read
+        from memories, which training changes. Metrics of all outputs, counts and scores on the
+        server's data are computed on the host.
+        """
+        if not self.engine.defers or self.has_personal or self._averages_kept:
+            return False
+        return not (self.metrics or self.engine.counting is not None or self.federation.server)
+
+    def launch(self, state: State, reported: Reported) -> Callable[[], list[ClientRows]]:
         """Begin to evaluate the models of a round, and return what waits for their rows.
 
-        There is a row for each client, model and split. Before round 1 there are no updates and no
-        cohort.
+        There is a row for each client, model and split.
         """
         launched: dict[str, tuple[NDArray[np.int64], Callable[[], dict[str, Measured]]]] = {}
         if self.has_global:
@@ -321,24 +363,20 @@ class Evaluator:
                 clients,
                 self.engine.launch_evaluation(model, clients, personal=self._personal(state)),
             )
-        # Only these are kept until the rows are made. The updates take as much memory as all
-        # trained models.
-        make, local_losses = partial(self._rows, state.round), _local_losses(updates, cohort)
-        # Clients send these values with their updates, so the whole cohort has sent them.
-        local = [] if cohort is None else [(cohort.ids, cohort.local_metrics)]
+        make = partial(self._rows, state.round)
 
         def rows() -> list[ClientRows]:
             found: list[ClientRows] = []
             for model, (clients, read) in launched.items():
                 measured = read()
-                gaps = _gaps(local_losses, measured["val"]["loss"]) if model == "global" else {}
+                gaps = _gaps(reported.losses, measured["val"]["loss"]) if model == "global" else {}
                 present = ~np.isin(clients, list(self.engine.absent))
                 for split in ("val", "test"):
                     columns = {name: of[present] for name, of in measured[split].items()}
                     of_val = gaps if split == "val" else {}
                     found.append(make(model, split, clients[present], columns, of_val))
-            for ids, of_splits in local:
-                found += [make("local", split, ids, own) for split, own in of_splits.items()]
+            for split, own in reported.local_metrics.items():
+                found.append(make("local", split, reported.ids, own))
             return found
 
         return rows
@@ -508,14 +546,6 @@ def intact(saved_round: int) -> str:
     '; the checkpoint of round 4 is intact'
     """
     return f"; the checkpoint of round {saved_round} is intact" if saved_round else ""
-
-
-def _local_losses(updates: Updates | None, cohort: RoundCohort | None) -> dict[int, float]:
-    """Return the validation loss of each client's model after training, if clients report it."""
-    losses = updates.reports.get("val_loss_after") if updates else None
-    if losses is None or cohort is None:
-        return {}
-    return dict(zip(cohort.ids.tolist(), losses.tolist(), strict=True))
 
 
 def _gaps(local: Mapping[int, float], global_loss: NDArray[np.float64]) -> dict[int, float]:

@@ -14,6 +14,24 @@ from equipoise.method import State, Updates
 from equipoise.run.records import Row
 
 BYTES = ("bytes_up", "bytes_down", "bytes_overhead")
+# The seconds of an evaluation that a GPU made beside the training of later rounds.
+BESIDE = "evaluate_beside"
+
+
+def seconds_of(timings: Iterable[Row]) -> float:
+    """Return the seconds of rounds, from rows of ``timings.jsonl``.
+
+    Evaluations beside the training of later rounds are not added, because they take no time of
+    their own.
+
+    Examples
+    --------
+    >>> seconds_of([{"round": 1, "train": 0.5, "combine": 0.25, "evaluate_beside": 0.1}])
+    0.75
+    """
+    return sum(
+        value for row in timings for name, value in row.items() if name not in ("round", BESIDE)
+    )
 
 
 def summed(cohorts: Sequence[RoundCohort], names: Iterable[str]) -> dict[str, int]:
@@ -114,16 +132,20 @@ class Moment:
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record(torch.cuda.current_stream(device))
 
+    def seconds_since(self, earlier: Moment) -> float:
+        """Wait for the device, and return how long it took from an earlier moment to this one."""
+        if self._event is None or earlier._event is None:
+            return self._called - earlier._called
+        self._event.synchronize()
+        return earlier._event.elapsed_time(self._event) / 1000
+
     def time_since(self, idle: Moment) -> float:
         """Wait for the device, and return when it came here, by ``time.perf_counter``.
 
         ``idle`` is an earlier moment at which the device had nothing to do, so that its time is
         known.
         """
-        if self._event is None or idle._event is None:
-            return self._called
-        self._event.synchronize()
-        return idle._called + idle._event.elapsed_time(self._event) / 1000
+        return idle._called + self.seconds_since(idle)
 
 
 class Clock:
@@ -137,11 +159,16 @@ class Clock:
     def lap(self, name: str, *, since: float = 0.0) -> None:
         """Record the seconds since the last lap, or since a later time, under a name."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            # Not the whole device, which may evaluate an earlier round beside this one.
+            torch.cuda.current_stream(self._device).synchronize()
         self._start = max(self._start, since)
         self.lap_at(name, time.perf_counter())
 
     def lap_at(self, name: str, end: float) -> None:
         """Record the seconds from the last lap to a time under a name."""
-        self.laps[name] = round(end - self._start, 6)
+        self.note(name, end - self._start)
         self._start = end
+
+    def note(self, name: str, seconds: float) -> None:
+        """Record seconds under a name, without a lap."""
+        self.laps[name] = round(seconds, 6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from equipoise import tasks
 from equipoise.client_index import ClientIndex
 from equipoise.data.augment import check_augmentations
 from equipoise.engine.arithmetic import exact_arithmetic
+from equipoise.engine.beside import beside
 from equipoise.engine.chunking import fastest
 from equipoise.engine.contract import Engine, RoundCohort
 from equipoise.engine.settings import Machine, Training
@@ -33,13 +35,16 @@ from equipoise.run.checkpoint_note import (
     rewind,
     standing_in,
 )
-from equipoise.run.evaluation import Evaluation, Evaluator, Models, diverged
+from equipoise.run.client_rows import ClientRows
+from equipoise.run.evaluation import Evaluation, Evaluator, Models, Reported, diverged
 from equipoise.run.files import Journal
 from equipoise.run.indexing import make_index
 from equipoise.run.kept_models import KeptModels
+from equipoise.run.later import Finish, LaterRounds, Launch, Once
 from equipoise.run.participants import Participants
 from equipoise.run.records import Row
 from equipoise.run.round_rows import (
+    BESIDE,
     BYTES,
     Clock,
     Moment,
@@ -63,8 +68,8 @@ MakeEngine = Callable[[Federation, nn.Module, Training, Machine, int, Federation
 class Progress:
     """The progress of a run after a round, with the scores of the latest evaluation, if any.
 
-    On a GPU a round that is not the last one may be evaluated while the next round begins. The
-    scores are then those of the evaluation before.
+    On a GPU a round that is not the last one may be evaluated while later rounds are trained. The
+    scores are then those of an earlier evaluation.
     """
 
     round: int
@@ -204,8 +209,9 @@ class Trainer:
         self._saved_round = 0
         self._kept = KeptModels(directory)
         self._if_longer: dict[str, Any] | None = None
-        # What finishes the latest round, and when the device had evaluated such a round.
-        self._unfinished: Callable[[], None] | None = None
+        # Rounds whose rows are not written yet, and when the device had evaluated the latest round
+        # for which training had to wait.
+        self._later = LaterRounds()
         self._evaluated_at = 0.0
 
     @property
@@ -258,7 +264,7 @@ class Trainer:
                         on_round(progress)
             finally:
                 try:
-                    self._finish_round()
+                    self._later.finish()
                 finally:
                     self.metrics.flush()
 
@@ -280,28 +286,26 @@ class Trainer:
         self.state, admitting = self.participants.admit(self.state)
         cohort, asked = self.participants.next_cohort(self.state)
         reports_gaps = due and self._ask_for_evaluation(cohort)
-        done = self._train_and_combine(number, cohort, clock)
+        later = self._may_finish_later(number)
+        done = self._train_and_combine(number, cohort, clock, later=later)
         report_bytes = _BYTES_OF_A_REPORT * done.receivers if reports_gaps else 0
         beginning, rest = self._rows_of(number, done, [*admitting, *asked])
         if only_as_last:
             fewer = {"bytes_up": rest["bytes_up"] - report_bytes}
             self._remember_for_longer(beginning | rest | fewer, report_bytes)
-        if due:
-            idle = Moment(self.engine.network.device)
-            finish = self._launch_evaluation(done.updates, done.cohort, only_as_last=only_as_last)
-            beginning |= not_evaluated(self.engine.absent)
-        row = beginning | rest
-        if due and self._may_finish_later(number):
-            self._finish_later(finish, idle, row, clock)
+        reported, row = Reported.of(done.updates, done.cohort), beginning | rest
+        launch = self._evaluation(reported, only_as_last=only_as_last) if due else None
+        if later and self._waits(launch, row, clock):
             return self._progress(row)
-        if due:
-            finish()
+        if launch is not None:
+            launch()()
+            row = beginning | not_evaluated(self.engine.absent) | rest
             clock.lap("evaluate")
         self._listeners.round(dict(row), evaluated=due)
         if self.stopped is not None and not due and self.evaluation.every:
             # The last round is always evaluated. A longer run would not evaluate after this one.
             self._remember_for_longer(row)
-            self._launch_evaluation(done.updates, done.cohort, only_as_last=True)()
+            self._evaluation(reported, only_as_last=True)()()
             row |= not_evaluated(self.engine.absent)
         if self._listeners:
             clock.lap("callbacks")
@@ -333,17 +337,26 @@ class Trainer:
         cohort.wanted_reports.add(_GAPS)
         return _GAPS not in self.method.aggregation.needs
 
-    def _train_and_combine(self, number: int, cohort: RoundCohort, clock: Clock) -> _Combined:
-        """Make the next state, and commit the memories of clients."""
+    def _train_and_combine(
+        self, number: int, cohort: RoundCohort, clock: Clock, *, later: bool
+    ) -> _Combined:
+        """Make the next state, and commit the memories of clients.
+
+        Unless the rows of this round may be written ``later``, those of all earlier ones are
+        written here.
+        """
         steps, guard = self._steps(number), self.method.guard
         prepared, cohort = steps.prepare(self.state, cohort)
         receivers = len(cohort.ids)
         if number < self.training.rounds:
             self._trains.while_busy(lambda: self.participants.look_ahead(self.state))
-        self._trains.while_busy(self._finish_round)
+        advance = Once(self._later.advance)
+        self._trains.while_busy(advance)
         sent, trained = steps.train(prepared, cohort)
         # Without a chunk of clients to train, the engine has not called it.
-        self._finish_round()
+        advance()
+        if not later:
+            self._later.finish()
         clock.lap("train", since=self._evaluated_at)
         updates, trained_ids = trained, cohort.ids
         if guard is not None:
@@ -403,14 +416,33 @@ class Trainer:
             and not self._saves_after(number)
         )
 
-    def _finish_later(
-        self, finish: Callable[[], None], idle: Moment, row: Row, clock: Clock
-    ) -> None:
-        """Let :meth:`_finish_round` wait for an evaluation and write the rows of its round.
+    def _waits(self, launch: Launch | None, row: Row, clock: Clock) -> bool:
+        """Let the rows of a round wait for its evaluation and for earlier rounds.
+
+        Returns
+        -------
+        bool
+            Whether they have to wait.
+        """
+        if launch is None:
+            if self._later:
+                self._later.add_launched(lambda: self._append(row, clock))
+            return bool(self._later)
+        if self.evaluator.only_reads:
+            self._later.add(lambda: self._launch_beside(launch, row, clock))
+        else:
+            self._later.add_launched(self._launch_before_training(launch, row, clock))
+        return True
+
+    def _launch_before_training(self, launch: Launch, row: Row, clock: Clock) -> Finish:
+        """Evaluate a round before the device trains the next one; return what writes its rows.
 
         A round whose evaluation fails has no rows, as if the host had waited at once.
         """
-        launched = Moment(self.engine.network.device)
+        device = self.engine.network.device
+        idle = Moment(device)
+        finish = launch()
+        launched = Moment(device)
 
         def finish_round() -> None:
             finish()
@@ -418,13 +450,27 @@ class Trainer:
             clock.lap_at("evaluate", self._evaluated_at)
             self._append(row, clock)
 
-        self._unfinished = finish_round
+        return finish_round
 
-    def _finish_round(self) -> None:
-        """Finish the round before, if its evaluation was launched only."""
-        unfinished, self._unfinished = self._unfinished, None
-        if unfinished is not None:
-            unfinished()
+    def _launch_beside(self, launch: Launch, row: Row, clock: Clock) -> Finish:
+        """Evaluate a round beside the training of later ones, and return what writes its rows.
+
+        The evaluation begins when the device has done what was launched so far, such as the
+        training of the next round. So the device evaluates while the host combines updates and
+        chooses clients, and would have nothing to do otherwise.
+        """
+        device = self.engine.network.device
+        with beside(device):
+            began = Moment(device)
+            finish = launch()
+            ended = Moment(device)
+
+        def finish_round() -> None:
+            finish()
+            clock.note(BESIDE, ended.seconds_since(began))
+            self._append(row, clock)
+
+        return finish_round
 
     def _steps(self, number: int) -> RoundSteps:
         return RoundSteps(number, self.method, self.view, self._begun_finite, self._saved_round)
@@ -435,53 +481,56 @@ class Trainer:
             return
         clock = Clock(self.engine.network.device)
         self._remember_for_longer()
-        self._launch_evaluation(only_as_last=True)()
+        self._evaluation(Reported.of(None, None), only_as_last=True)()()
         clock.lap("evaluate")
         self.timings.append([{"round": 0, **clock.laps}])
         self.save_checkpoint()
 
     # ---- evaluation ------------------------------------------------------------------------------
 
-    def _launch_evaluation(
-        self,
-        updates: Updates | None = None,
-        cohort: RoundCohort | None = None,
-        *,
-        only_as_last: bool = False,
-    ) -> Callable[[], None]:
-        """Begin to evaluate the models of a round, and return what waits and records the values."""
+    def _evaluation(self, reported: Reported, *, only_as_last: bool) -> Launch:
+        """Return what launches the evaluation of the current state."""
         state = self.state
-        read, read_server = (
-            self.evaluator.launch(state, updates, cohort),
-            self.evaluator.launch_server(state),
-        )
 
-        def finish() -> None:
-            rows = read()
-            for own in rows:
-                if (client := own.diverged()) is not None:
-                    what = f"{own.split} loss of the {own.model} model"
-                    raise diverged(own.round, what, client, self.federation, self._saved_round)
-            for own in rows:
-                self.metrics.append_later(own.lines)
-            # A callback may read the file.
-            if self._listeners:
-                self.metrics.flush()
-            else:
-                self._trains.while_busy(self.metrics.flush)
-            of_server = read_server()
-            if of_server:
-                self.server.append(of_server)
-            if self.evaluator.follow(state.round, rows, of_server):
-                best = self.evaluator.models(state)
-                self.engine.keep()
-                # The models of the last round can be made from the checkpoint. So the file keeps
-                # those of the best round before, which a longer run may need.
-                self._kept.keep_best(best, write=not only_as_last)
-            if self._listeners:
-                self._listeners.evaluated([row for own in rows for row in own])
+        def launch() -> Finish:
+            read = self.evaluator.launch(state, reported)
+            read_server = self.evaluator.launch_server(state)
+            return partial(self._record, state, read, read_server, only_as_last=only_as_last)
 
-        return finish
+        return launch
+
+    def _record(
+        self,
+        state: State,
+        read: Callable[[], list[ClientRows]],
+        read_server: Callable[[], list[Row]],
+        *,
+        only_as_last: bool,
+    ) -> None:
+        """Wait for the values of an evaluation, and record them."""
+        rows = read()
+        for own in rows:
+            if (client := own.diverged()) is not None:
+                what = f"{own.split} loss of the {own.model} model"
+                raise diverged(own.round, what, client, self.federation, self._saved_round)
+        for own in rows:
+            self.metrics.append_later(own.lines)
+        # A callback may read the file.
+        if self._listeners:
+            self.metrics.flush()
+        else:
+            self._trains.while_busy(self.metrics.flush)
+        of_server = read_server()
+        if of_server:
+            self.server.append(of_server)
+        if self.evaluator.follow(state.round, rows, of_server):
+            best = self.evaluator.models(state)
+            self.engine.keep()
+            # The models of the last round can be made from the checkpoint. So the file keeps
+            # those of the best round before, which a longer run may need.
+            self._kept.keep_best(best, write=not only_as_last)
+        if self._listeners:
+            self._listeners.evaluated([row for own in rows for row in own])
 
     @property
     def has_global(self) -> bool:

@@ -15,14 +15,16 @@ import torch
 
 from equipoise import Callback, Evaluation, Federation, Machine
 from equipoise.attributes import Attribute
+from equipoise.engine.beside import beside
 from equipoise.engine.local import LocalTraining
 from equipoise.engine.settings import FineTune
 from equipoise.engine.spread import SpreadEngine
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import RunError
-from equipoise.run.evaluation import Evaluator
+from equipoise.host_copy import HostCopy
+from equipoise.run.evaluation import Evaluator, Reported
 from equipoise.run.participants import Participants
-from equipoise.run.round_rows import Clock, Moment
+from equipoise.run.round_rows import Clock, Moment, seconds_of
 from equipoise.run.round_steps import RoundSteps
 from equipoise.run.trainer import Trainer
 from tests.engine.gpu import needs_gpu
@@ -39,13 +41,14 @@ def deferring(monkeypatch):
 
 
 def watched(monkeypatch):
-    later, original = [], Trainer._finish_later
+    later, original = [], Trainer._waits
 
-    def noted(trainer, finish, idle, row, clock):
-        later.append(row["round"])
-        original(trainer, finish, idle, row, clock)
+    def noted(trainer, launch, row, clock):
+        waits = original(trainer, launch, row, clock)
+        later.extend([row["round"]] * waits)
+        return waits
 
-    monkeypatch.setattr(Trainer, "_finish_later", noted)
+    monkeypatch.setattr(Trainer, "_waits", noted)
     return later
 
 
@@ -81,7 +84,11 @@ CASES = {
     "a checkpoint after every round": ({"checkpoint_every": 1}, []),
     "every second round": (
         {"checkpoint_every": 100, "evaluation": Evaluation(every=2)},
-        [2, 4, 6],
+        list(range(2, ROUNDS)),
+    ),
+    "every third round": (
+        {"checkpoint_every": 5, "evaluation": Evaluation(every=3)},
+        [3, 4, 6],
     ),
     "memories": ({"checkpoint_every": 100, "method": "scaffold"}, EVERY),
     "personal models": ({"checkpoint_every": 100, "method": "fedper"}, EVERY),
@@ -122,7 +129,7 @@ def test_the_files_are_the_same(case, tmp_path, monkeypatch):
     assert {name for name in now if now[name] != found[name]} == set()
     timings, of_rounds = (rows_of(tmp_path / "later", name) for name in ("timings", "rounds"))
     assert [row["round"] for row in timings] == [row["round"] for row in of_rounds]
-    assert [list(row) for row in timings] == [
+    assert [[name.removesuffix("_beside") for name in row] for row in timings] == [
         list(row) for row in rows_of(tmp_path / "now", "timings")
     ]
     assert all(value >= 0 for row in timings for value in row.values())
@@ -160,12 +167,25 @@ def test_progress_shows_the_scores_of_the_evaluation_before(monkeypatch):
     now = scores()
     deferring(monkeypatch)
     later = scores()
-    # The last round is shown at once.
-    assert later == [(None, None, None), *now[: ROUNDS - 2], now[-1]]
+    # A round is evaluated while the next one is trained, and its values are read during the one
+    # after that. The last round is shown at once.
+    assert later == [(None, None, None)] * 2 + now[: ROUNDS - 3] + [now[-1]]
 
 
-def test_the_host_finishes_a_round_when_the_next_one_has_been_launched(monkeypatch):
-    """After it has chosen the cohort of the round after that, which needs no result."""
+def test_progress_shows_the_personal_scores_of_the_evaluation_before(monkeypatch):
+    def means():
+        seen = []
+        run(None, method="fedper", on_round=seen.append)
+        return [progress.mean for progress in seen]
+
+    now = means()
+    deferring(monkeypatch)
+    assert means() == [None, *now[: ROUNDS - 2], now[-1]]
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """The order in which the parts of rounds begin or end, if the engine defers work."""
     deferring(monkeypatch)
     order = []
 
@@ -185,28 +205,69 @@ def test_the_host_finishes_a_round_when_the_next_one_has_been_launched(monkeypat
     noted(Participants, "look_ahead", ["look ahead"])
     noted(Evaluator, "launch", ["launch"])
     noted(Evaluator, "follow", ["finish"])
-    run(None, rounds=3, machine=Machine(device="cpu", chunk=10))
+    return order
+
+
+def test_a_round_is_evaluated_when_the_next_one_has_been_launched(order):
+    """After the host has chosen the cohort of the round after that, which needs no result."""
+    run(None, rounds=4, machine=Machine(device="cpu", chunk=10))
     assert order == [
-        *("train", "look ahead", "trained", "launch"),
-        *("train", "look ahead", "finish", "trained", "launch"),
-        *("train", "finish", "trained", "launch", "finish"),
+        *("train", "look ahead", "trained"),
+        *("train", "look ahead", "launch", "trained"),
+        *("train", "look ahead", "finish", "launch", "trained"),
+        *("train", "finish", "launch", "trained", "finish"),
+        *("launch", "finish"),
     ]
+
+
+def test_personal_models_are_evaluated_before_the_next_round_is_launched(order):
+    run(None, rounds=3, method="fedper", machine=Machine(device="cpu", chunk=10))
+    # New clients train, too, when their personal models are evaluated.
+    assert [step for step in order if step != "train"] == [
+        *("look ahead", "trained", "launch"),
+        *("look ahead", "finish", "trained", "launch"),
+        *("finish", "trained", "launch", "finish"),
+    ]
+
+
+def only_reads(**how):
+    trainer = run(None, rounds=1, **how).trainer
+    return trainer.evaluator.only_reads
+
+
+def test_evaluations_that_only_read_can_be_beside_training(monkeypatch):
+    assert not only_reads()
+    deferring(monkeypatch)
+    assert only_reads()
+    assert only_reads(method="scaffold")
+    averaged = Evaluation(average_kept=True)
+    assert not any(
+        (
+            only_reads(method="ditto"),
+            only_reads(method="fedbabu", evaluation=averaged),
+            only_reads(method="fedper", evaluation=averaged),
+            only_reads(evaluation=Evaluation(metrics=["auroc"])),
+            only_reads(evaluation=Evaluation(fine_tune=FineTune(epochs=1))),
+            only_reads(federation=with_attributes()),
+            only_reads(federation=with_server_data()),
+        )
+    )
 
 
 def test_what_waits_does_not_keep_the_updates_in_memory(monkeypatch):
     deferring(monkeypatch)
-    kept, launch, follow = [], Evaluator.launch, Evaluator.follow
+    kept, reported, follow = [], Reported.of, Evaluator.follow
     alive = []
 
-    def launching(evaluator, state, updates, cohort):
+    def reporting(updates, cohort):
         kept.append(weakref.ref(updates))
-        return launch(evaluator, state, updates, cohort)
+        return reported(updates, cohort)
 
     def following(evaluator, round_, *args):
         alive.append(kept[round_ - 1]() is not None)
         return follow(evaluator, round_, *args)
 
-    monkeypatch.setattr(Evaluator, "launch", launching)
+    monkeypatch.setattr(Reported, "of", reporting)
     monkeypatch.setattr(Evaluator, "follow", following)
     run(None, evaluation=Evaluation(local=True))
     assert alive == [False] * (ROUNDS - 1) + [True]
@@ -367,7 +428,7 @@ def test_training_begins_when_the_device_has_evaluated_the_round_before(tmp_path
 
     deferring(monkeypatch)
     monkeypatch.setattr(Moment, "time_since", busy)
-    run(tmp_path / "run", rounds=3, checkpoint_every=100)
+    run(tmp_path / "run", method="fedper", rounds=3, checkpoint_every=100)
     first, second, third = rows_of(tmp_path / "run", "timings")
     assert first["evaluate"] >= 0.5 <= second["evaluate"]
     assert second["train"] < 0.5 > third["train"]
@@ -389,6 +450,27 @@ def test_a_moment_on_a_gpu_is_when_it_comes_there():
 
 
 @needs_gpu
+def test_a_gpu_works_beside_what_is_launched_later():
+    gpu = torch.device("cuda")
+    x = torch.randn(8192, 8192, device=gpu)
+    for _ in range(3):
+        torch.cuda.synchronize()
+        y = x @ x
+        with beside(gpu):
+            began = Moment(gpu)
+            # It reads what was launched before, so it has waited for it.
+            copied = HostCopy((y @ y)[0, :8])
+            for _ in range(20):
+                x @ x
+            ended = Moment(gpu)
+        little = Moment(gpu)
+        torch.cuda.current_stream().synchronize()
+        # What was launched afterwards does not wait for it.
+        assert little.seconds_since(began) < ended.seconds_since(began)
+        assert torch.equal(copied.read(), (y @ y)[0, :8].cpu())
+
+
+@needs_gpu
 @pytest.mark.parametrize("method", ["fedavg", "ditto"])
 def test_a_gpu_writes_the_same_files_whenever_rounds_end(method, tmp_path, monkeypatch):
     how = {"method": method, "machine": Machine(device="cuda"), "checkpoint_every": 3}
@@ -400,7 +482,8 @@ def test_a_gpu_writes_the_same_files_whenever_rounds_end(method, tmp_path, monke
     timings = rows_of(tmp_path / "later", "timings")
     laps = [value for row in timings for name, value in row.items() if name != "round"]
     assert min(laps) >= 0
-    assert sum(laps) <= seconds
+    assert seconds_of(timings) <= seconds
+    assert all(("evaluate_beside" in row) == (method == "fedavg") for row in timings[:2])
     monkeypatch.setattr(Trainer, "_may_finish_later", lambda trainer, number: False)
     run(tmp_path / "now", **how)
     assert files(tmp_path / "later") == files(tmp_path / "now")

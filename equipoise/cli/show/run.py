@@ -17,6 +17,7 @@ from equipoise.run.api import Run
 from equipoise.run.few_samples import about_few, about_worst
 from equipoise.run.left_out import listed, rounds_left_out
 from equipoise.run.records import averaged_over, further_metrics, task_of, telling
+from equipoise.run.round_rows import seconds_of
 from equipoise.study.runs import counted_rows
 from equipoise.text import size
 
@@ -33,8 +34,7 @@ def run_document(run: Run) -> dict[str, Any]:
 
 
 def _seconds(run: Run) -> float:
-    laps = (value for row in run.trainer.timings for name, value in row.items() if name != "round")
-    return round(sum(laps), 3)
+    return round(seconds_of(run.trainer.timings), 3)
 
 
 def show_run(run: Run) -> None:
