@@ -6,7 +6,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Waits for the values of an evaluation and writes the rows of its round; and what launches it.
+import torch
+
+from equipoise.engine.beside import beside
+from equipoise.run.records import Row
+from equipoise.run.round_rows import BESIDE, Clock, Moment
+
+# Waits for the values of an evaluation and records them; and what launches it.
 Finish = Callable[[], None]
 Launch = Callable[[], Finish]
 
@@ -34,48 +40,92 @@ class Once:
 
 @dataclass
 class _Round:
-    """A round whose rows are not written yet.
+    """A round whose rows are not written yet: what writes them, or what launches its evaluation."""
 
-    Attributes
-    ----------
-    launch : Launch
-        Launches its evaluation.
-    finish : Finish or None
-        What that has returned.
-    """
-
-    launch: Launch
     finish: Finish | None = None
+    launch: Launch | None = None
 
 
 class LaterRounds:
     """Rounds in the order in which their rows will be written.
 
+    Parameters
+    ----------
+    device : torch.device
+        The device that trains and evaluates.
+    append : callable
+        Writes the row of a round and the laps of its clock.
+
+    Attributes
+    ----------
+    evaluated_at : float
+        When the device had evaluated the latest round for which training had to wait.
+
     Examples
     --------
-    >>> later = LaterRounds()
-    >>> later.add(lambda: lambda: print("rows of round 1"))
+    >>> cpu = torch.device("cpu")
+    >>> later = LaterRounds(cpu, lambda row, clock: print(row))
+    >>> later.add_beside(lambda: lambda: print("values of round 1"), {"round": 1}, Clock(cpu))
     >>> later.advance()
-    >>> later.add_launched(lambda: print("rows of round 2"))
+    >>> later.add_row({"round": 2}, Clock(cpu))
     >>> later.advance()
-    rows of round 1
-    rows of round 2
+    values of round 1
+    {'round': 1}
+    {'round': 2}
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, append: Callable[[Row, Clock], None]) -> None:
+        self._device, self._append = device, append
         self._rounds: deque[_Round] = deque()
+        self.evaluated_at = 0.0
 
     def __len__(self) -> int:
         """Count the rounds."""
         return len(self._rounds)
 
-    def add(self, launch: Launch) -> None:
-        """Add a round whose evaluation is launched by the next :meth:`advance`."""
-        self._rounds.append(_Round(launch))
+    def add_row(self, row: Row, clock: Clock) -> None:
+        """Add a round without evaluation."""
+        self._rounds.append(_Round(lambda: self._append(row, clock)))
 
-    def add_launched(self, finish: Finish) -> None:
-        """Add a round whose evaluation has been launched, or that has none."""
-        self._rounds.append(_Round(lambda: finish, finish))
+    def add_launched(self, launch: Launch, row: Row, clock: Clock) -> None:
+        """Add a round, and evaluate it before the device trains the next one.
+
+        A round whose evaluation fails has no rows, as if the host had waited at once.
+        """
+        idle = Moment(self._device)
+        finish = launch()
+        launched = Moment(self._device)
+
+        def finish_round() -> None:
+            finish()
+            self.evaluated_at = launched.time_since(idle)
+            clock.lap_at("evaluate", self.evaluated_at)
+            self._append(row, clock)
+
+        self._rounds.append(_Round(finish_round))
+
+    def add_beside(self, launch: Launch, row: Row, clock: Clock) -> None:
+        """Add a round that is evaluated beside the training of later ones.
+
+        The next :meth:`advance` launches the evaluation. It begins when the device has done what
+        was launched before, such as the training of the next round. So the device evaluates while
+        the host combines updates and chooses clients, and would have nothing to do otherwise.
+        """
+
+        def launch_beside() -> Finish:
+            with beside(self._device):
+                began = Moment(self._device)
+                finish = launch()
+                ended = Moment(self._device)
+
+            def finish_round() -> None:
+                finish()
+                clock.note(BESIDE, ended.seconds_since(began))
+                self._append(row, clock)
+
+            return finish_round
+
+        self._rounds.append(_Round(launch=launch_beside))
 
     def advance(self) -> None:
         """Finish the rounds whose evaluation was launched before, and launch that of the others."""
@@ -91,8 +141,8 @@ class LaterRounds:
 
     def _launch(self) -> None:
         for each in self._rounds:
-            if each.finish is None:
-                each.finish = each.launch()
+            if each.launch is not None:
+                each.finish, each.launch = each.launch(), None
 
     def _finish_first(self) -> None:
         """Finish a round. If that fails, later rounds have no rows either."""

@@ -17,7 +17,6 @@ from equipoise import tasks
 from equipoise.client_index import ClientIndex
 from equipoise.data.augment import check_augmentations
 from equipoise.engine.arithmetic import exact_arithmetic
-from equipoise.engine.beside import beside
 from equipoise.engine.chunking import fastest
 from equipoise.engine.contract import Engine, RoundCohort
 from equipoise.engine.settings import Machine, Training
@@ -44,10 +43,8 @@ from equipoise.run.later import Finish, LaterRounds, Launch, Once
 from equipoise.run.participants import Participants
 from equipoise.run.records import Row
 from equipoise.run.round_rows import (
-    BESIDE,
     BYTES,
     Clock,
-    Moment,
     beginning_of_row,
     cohort_and_notes,
     counted,
@@ -209,10 +206,7 @@ class Trainer:
         self._saved_round = 0
         self._kept = KeptModels(directory)
         self._if_longer: dict[str, Any] | None = None
-        # Rounds whose rows are not written yet, and when the device had evaluated the latest round
-        # for which training had to wait.
-        self._later = LaterRounds()
-        self._evaluated_at = 0.0
+        self._later = LaterRounds(self.engine.network.device, self._append)
 
     @property
     def view(self) -> Federation:
@@ -357,7 +351,7 @@ class Trainer:
         advance()
         if not later:
             self._later.finish()
-        clock.lap("train", since=self._evaluated_at)
+        clock.lap("train", since=self._later.evaluated_at)
         updates, trained_ids = trained, cohort.ids
         if guard is not None:
             prepared, updates, cohort = steps.screen(guard, prepared, sent, trained, cohort)
@@ -424,53 +418,13 @@ class Trainer:
         bool
             Whether they have to wait.
         """
-        if launch is None:
-            if self._later:
-                self._later.add_launched(lambda: self._append(row, clock))
-            return bool(self._later)
-        if self.evaluator.only_reads:
-            self._later.add(lambda: self._launch_beside(launch, row, clock))
-        else:
-            self._later.add_launched(self._launch_before_training(launch, row, clock))
-        return True
-
-    def _launch_before_training(self, launch: Launch, row: Row, clock: Clock) -> Finish:
-        """Evaluate a round before the device trains the next one; return what writes its rows.
-
-        A round whose evaluation fails has no rows, as if the host had waited at once.
-        """
-        device = self.engine.network.device
-        idle = Moment(device)
-        finish = launch()
-        launched = Moment(device)
-
-        def finish_round() -> None:
-            finish()
-            self._evaluated_at = launched.time_since(idle)
-            clock.lap_at("evaluate", self._evaluated_at)
-            self._append(row, clock)
-
-        return finish_round
-
-    def _launch_beside(self, launch: Launch, row: Row, clock: Clock) -> Finish:
-        """Evaluate a round beside the training of later ones, and return what writes its rows.
-
-        The evaluation begins when the device has done what was launched so far, such as the
-        training of the next round. So the device evaluates while the host combines updates and
-        chooses clients, and would have nothing to do otherwise.
-        """
-        device = self.engine.network.device
-        with beside(device):
-            began = Moment(device)
-            finish = launch()
-            ended = Moment(device)
-
-        def finish_round() -> None:
-            finish()
-            clock.note(BESIDE, ended.seconds_since(began))
-            self._append(row, clock)
-
-        return finish_round
+        if launch is not None:
+            beside = self.evaluator.only_reads
+            add = self._later.add_beside if beside else self._later.add_launched
+            add(launch, row, clock)
+        elif self._later:
+            self._later.add_row(row, clock)
+        return bool(self._later)
 
     def _steps(self, number: int) -> RoundSteps:
         return RoundSteps(number, self.method, self.view, self._begun_finite, self._saved_round)
