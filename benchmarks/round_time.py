@@ -111,13 +111,12 @@ class Parts:
         def value_of(gradient: PhaseGradient, *given: Any) -> Any:
             return self.named("forward", make_value(gradient, *given))
 
-        launch = Trainer._launch_evaluation
+        make_evaluation = Trainer._evaluation
 
-        def launch_evaluation(trainer: Trainer, *given: Any, **named: Any) -> Any:
-            # It returns what waits for the values and records them.
-            return self.named(
-                "evaluation", self.named("evaluation", launch)(trainer, *given, **named)
-            )
+        def evaluation_of(trainer: Trainer, *given: Any, **named: Any) -> Any:
+            # What launches it returns what waits for the values and records them.
+            launch = self.named("evaluation", make_evaluation(trainer, *given, **named))
+            return lambda: self.named("evaluation", launch())
 
         changes: list[tuple[Any, str, Any]] = [
             (DeviceData, "fetch", self.named("fetch", DeviceData.fetch)),
@@ -125,7 +124,7 @@ class Parts:
             (torch.autograd, "grad", self.named("backward", torch.autograd.grad)),
             (Sgd, "step", self.named("optimizer", Sgd.step)),
             (RoundSteps, "combine", self.named("aggregation", RoundSteps.combine)),
-            (Trainer, "_launch_evaluation", launch_evaluation),
+            (Trainer, "_evaluation", evaluation_of),
         ]
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
         for owner, name, function in changes:
