@@ -3,11 +3,13 @@
     python -m benchmarks.evaluation_cost --device cuda
     python -m benchmarks.evaluation_cost --job small --rounds 20 --profile
 
-Two runs of a job take turns in one process, five rounds each: one evaluates all clients after every
-round, the other never. Both write their journals to disk. The job has no test data of its own, so
-clients hold ``--test`` images each (ten by default: the 10,000 test images of CIFAR-10 among the
-1,000 clients of job ``pfl``), and ``--val`` for validation. With ``--profile`` the operations of
-one round of each run are counted, those that make the host wait for the device among them.
+Two runs of a job take turns in one process, ten rounds each: one evaluates all clients after every
+round, the other never. Both write their journals to disk. A turn ends when the values of all its
+rounds are written, so that what a GPU evaluates beside the training of later rounds counts in full.
+The job has no test data of its own, so clients hold ``--test`` images each (ten by default: the
+10,000 test images of CIFAR-10 among the 1,000 clients of job ``pfl``), and ``--val`` for
+validation. With ``--profile`` the operations of one round of each run are counted, those that make
+the host wait for the device among them.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Progress, Trainer
 
 # Rounds of each run before those that are timed, and rounds in a row of each.
-WARM_UP, TURN = 4, 5
+WARM_UP, TURN = 4, 10
 POOL = 1000
 # Names of operations and of CUDA calls that tell how often the host starts something, copies
 # something, or waits.
@@ -143,8 +145,10 @@ def measure(
     Returns
     -------
     dict
-        ``percent`` is what evaluation adds to the median round, and ``share`` the same for its own
-        lap of the clock alone, which leaves out what training reports for it.
+        ``seconds`` of a round are the median over turns of the mean over a turn's rounds.
+        ``percent`` is what evaluation adds to them. ``share`` is the same for its own lap of the
+        clock alone, which leaves out what training reports for it; a GPU's lap may overlap with
+        training.
     """
     data = federation(job, val, test)
     with tempfile.TemporaryDirectory() as temporary:
@@ -156,13 +160,14 @@ def measure(
         for run in runs.values():
             seconds_of_rounds(run, WARM_UP, machine)
         begin = time.perf_counter()
-        while len(taken["with"]) < rounds:
+        while TURN * len(taken["with"]) < rounds:
             for name, run in runs.items():
-                taken[name] += seconds_of_rounds(run, min(TURN, rounds), machine)
+                taken[name].append(seconds_of_turn(run, min(TURN, rounds), machine))
             if time.perf_counter() - begin > seconds:
                 break
+        timed = list(runs["with"].timings)[WARM_UP:]
         laps = {
-            name: statistics.median(row[name] for row in list(runs["with"].timings)[WARM_UP:])
+            name: statistics.median(row.get(f"{name}_beside", row.get(name)) for row in timed)
             for name in ("train", "combine", "evaluate")
         }
         counts = {name: _profile(run, machine) for name, run in runs.items()} if profiled else {}
@@ -175,7 +180,7 @@ def measure(
         "test": test,
         "precision": machine.precision,
         "tf32": machine.tf32,
-        "rounds": len(taken["with"]),
+        "rounds": min(TURN, rounds) * len(taken["with"]),
         "seconds": medians,
         "laps": laps,
         "percent": 100 * (medians["with"] / medians["without"] - 1),
@@ -194,11 +199,20 @@ def _device(machine: Machine) -> str:
     return torch.cuda.get_device_name() if _on_gpu(machine) else "cpu"
 
 
+def seconds_of_turn(run: Trainer, count: int, machine: Machine) -> float:
+    """Carry out the next rounds to the end, and return their mean seconds."""
+    begin = time.perf_counter()
+    seconds_of_rounds(run, count, machine)
+    if _on_gpu(machine):
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / count
+
+
 def seconds_of_rounds(run: Trainer, count: int, machine: Machine) -> list[float]:
     """Carry out the next rounds, and return the seconds of each.
 
-    A GPU may evaluate a round while the next one begins, so the host waits for it only after the
-    last round. The first round has no evaluation before it, and the last one has two. Use medians.
+    A GPU may evaluate a round beside later ones, so evaluations are not evenly divided among
+    rounds.
     """
     ticks = [time.perf_counter()]
 

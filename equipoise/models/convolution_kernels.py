@@ -112,8 +112,43 @@ def _shift(
 
 @triton.jit
 def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """Return the larger of two numbers, and anything that is not a number."""
-    return tl.where((b > a) | (b != b), b, a)
+    """Return the larger of two numbers. What is not a number stays so."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _quotient(number: tl.tensor, divisor: tl.constexpr) -> tl.tensor:
+    """Divide a number that is not negative and less than 2^20 / divisor, without a division.
+
+    See ``ORIGIN``. The compiler also computes this beforehand where it knows the number.
+    """
+    return number * ((1 << 20) // divisor + 1) >> 20
+
+
+@triton.jit
+def _place_in_window(at: tl.tensor, M: tl.constexpr, WINDOW: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """Say at which place of which window of a tile of M pixels a pixel is.
+
+    The four pixels of a window of two by two are where the same thread has them: tensor cores give
+    a thread rows that are 8 apart, and 64 if there are that many.
+    """
+    HALF: tl.constexpr = M // 2
+    if WINDOW == 4 and M >= 32:
+        place, window = at // HALF * 2 + at // 8 % 2, at % HALF // 16 * 8 + at % 8
+    else:
+        place, window = at % WINDOW, at // WINDOW
+    return place, window
+
+
+@triton.jit
+def _maxima(total: tl.tensor, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr) -> tl.tensor:
+    """Return the maximum over the pixels of each window; see :func:`_place_in_window`."""
+    if WINDOW == 4 and M >= 32:
+        pairs = tl.reduce(tl.reshape(total, (M // 16, 2, 8, N)), 1, _larger)
+        maxima = tl.reduce(tl.reshape(pairs, (2, M // 4, N)), 0, _larger)
+    else:
+        maxima = tl.reduce(tl.reshape(total, (M // WINDOW, WINDOW, N)), 1, _larger)
+    return maxima
 
 
 @triton.jit(do_not_specialize=["tiles", "samples", "origin"])
@@ -181,16 +216,18 @@ def convolution(
     tile, client = _own_work(tiles)
     result = (tile % TILES) * N + tl.arange(0, N)
     phase = tile // TILES % (PHASES_DOWN * PHASES_ACROSS)
-    pixel = (tile // (TILES * PHASES_DOWN * PHASES_ACROSS)) * M + tl.arange(0, M)
+    first = (tile // (TILES * PHASES_DOWN * PHASES_ACROSS)) * M
+    pixel = first + tl.arange(0, M)
     WINDOW: tl.constexpr = POOL_DOWN * POOL_ACROSS
     POOLED_ROWS: tl.constexpr = ROWS // POOL_DOWN
     POOLED_COLUMNS: tl.constexpr = COLUMNS // POOL_ACROSS
     if WINDOW > 1:
-        window = pixel // WINDOW
+        place, window = _place_in_window(tl.arange(0, M), M, WINDOW)
+        window += first // WINDOW
         sample = window // (POOLED_ROWS * POOLED_COLUMNS)
         row = window % (POOLED_ROWS * POOLED_COLUMNS) // POOLED_COLUMNS * POOL_DOWN
-        row += pixel % WINDOW // POOL_ACROSS
-        column = window % POOLED_COLUMNS * POOL_ACROSS + pixel % POOL_ACROSS
+        row += place // POOL_ACROSS
+        column = window % POOLED_COLUMNS * POOL_ACROSS + place % POOL_ACROSS
     else:
         sample = pixel // (PHASE_ROWS * PHASE_COLUMNS)
         row = pixel % (PHASE_ROWS * PHASE_COLUMNS) // PHASE_COLUMNS
@@ -216,22 +253,28 @@ def convolution(
     for step in range(0, steps):
         if PACKED:
             # Few channels: several places of the kernel at once.
-            entry = origin + step * K + along
-            tap, channel = (entry // CHANNELS)[None, :], entry % CHANNELS
-            there = entry < taps * CHANNELS
+            entry = step * K + along
+            tap = _quotient(entry, CHANNELS)
+            there, channel = entry < taps * CHANNELS, entry - tap * CHANNELS
+            # The places of a line of the kernel are as many as it is wide: there are no phases.
+            i = _quotient(tap, ACROSS)[None, :]
+            j = tap[None, :] - i * ACROSS
         else:
             tap, channel = step // BLOCKS, (step % BLOCKS) * K + along
             there = channel < CHANNELS
-        i = first_down + tap // taps_across * STEP_DOWN
-        j = first_across + tap % taps_across * STEP_ACROSS
-        if not PACKED:
+            i = first_down + tap // taps_across * STEP_DOWN
+            j = first_across + tap % taps_across * STEP_ACROSS
             entry = (i * ACROSS + j) * CHANNELS + channel
         down = _shift(i, phase_down, DOWN, STRIDE_DOWN, PADDING_DOWN, DILATION_DOWN, TRANSPOSED)
         across = _shift(
             j, phase_across, ACROSS, STRIDE_ACROSS, PADDING_ACROSS, DILATION_ACROSS, TRANSPOSED
         )
-        inside = exists & (top + down >= 0) & (top + down < HEIGHT)
-        inside &= (left + across >= 0) & (left + across < WIDTH)
+        inside = exists
+        # Without padding all pixels are inside.
+        if TRANSPOSED or PADDING_DOWN > 0:
+            inside = inside & (top + down >= 0) & (top + down < HEIGHT)
+        if TRANSPOSED or PADDING_ACROSS > 0:
+            inside = inside & (left + across >= 0) & (left + across < WIDTH)
         if PACKED or CHANNELS % K != 0:
             inside = inside & there[None, :]
         values = tl.load(
@@ -262,12 +305,11 @@ def convolution(
         added = tl.load(bias + client * RESULTS + result, mask=result < RESULTS, other=0.0)
         total += added[None, :]
     if RELU:
-        # What is not a number stays so.
-        total = tl.where(total <= 0, 0.0, total)
+        total = _larger(total, 0.0)
     if WINDOW > 1:
-        total = tl.reduce(tl.reshape(total, (M // WINDOW, WINDOW, N)), 1, _larger)
+        total = _maxima(total, M, N, WINDOW)
         PLACES: tl.constexpr = POOLED_ROWS * POOLED_COLUMNS
-        window = (tile // TILES) * (M // WINDOW) + tl.arange(0, M // WINDOW)
+        window = first // WINDOW + tl.arange(0, M // WINDOW)
         sample, place = (window // PLACES).to(tl.int64), window % PLACES
         inside = (sample < samples)[:, None]
         to = ((client * samples + sample) * (PLACES * RESULTS))[:, None]
@@ -275,6 +317,11 @@ def convolution(
             to += place[:, None] * RESULTS + result[None, :]
         else:
             to += result[None, :] * PLACES + place[:, None]
+    elif PHASES_DOWN * PHASES_ACROSS == 1:
+        inside = exists
+        # Pixels are written in the order in which they are counted.
+        y += (client * samples * (ROWS * COLUMNS) + first) * RESULTS
+        to = tl.arange(0, M)[:, None] * RESULTS + result[None, :]
     else:
         to_row = row * PHASES_DOWN + phase_down
         to_column = column * PHASES_ACROSS + phase_across

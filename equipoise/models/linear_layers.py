@@ -14,6 +14,9 @@ from equipoise.models.linear_products import linear
 from equipoise.models.passes import current_pass
 from equipoise.models.replacing import adopt, has_hooks
 
+# Rows and columns of weights from which on their product has tiles for a GPU's tensor cores.
+_WIDE = 64
+
 
 class Linear(nn.Linear):
     """A linear layer with one matrix product per client, whatever the leading axes of its input.
@@ -53,11 +56,14 @@ class Linear(nn.Linear):
         return self._product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
     def _product(self, x: Tensor) -> Tensor:
-        products = _split_products(x) if self.constant else None
+        forward = current_pass()
+        # In evaluation of a shared model, weights need no gradient either.
+        evaluates = forward is not None and forward.shared
+        fixed = self.constant or (evaluates and min(self.weight.shape) >= _WIDE)
+        products = _split_products(x) if fixed else None
         if products is not None:
             made: Tensor = products.SplitProduct.apply(x, self.weight, self.bias)
             return made
-        forward = current_pass()
         factored = forward is not None and forward.factored
         stacked = forward is not None and forward.stacked
         if self.constant or x.dim() != 2 or not (factored or stacked):

@@ -15,6 +15,7 @@ from torch.func import grad
 
 from equipoise.models.frozen import Frozen
 from equipoise.models.linear_layers import Linear
+from equipoise.models.passes import Forward, forward_pass
 from tests.engine.gpu import needs_gpu
 
 pytest.importorskip("triton", reason="needs Triton, which only PyTorch's GPU builds bring")
@@ -137,3 +138,26 @@ def test_only_frozen_layers_in_full_float32_outside_transforms_use_it(monkeypatc
     grad(lambda x: frozen(x).sum())(x)
     frozen.double()(x.double())
     assert len(calls) == 2
+
+
+@needs_gpu
+def test_wide_layers_of_a_shared_model_use_it_in_evaluation(monkeypatch):
+    calls = []
+    real = products.SplitProduct.apply
+    monkeypatch.setattr(
+        products.SplitProduct, "apply", lambda *given: calls.append(1) or real(*given)
+    )
+    wide, narrow = (Linear(nn.Linear(300, width)).cuda() for width in (70, 10))
+    x = normal(200, 300)
+    with torch.no_grad(), forward_pass(Forward(train=False, shared=True)):
+        y = wide(x)
+        assert len(calls) == 1
+        narrow(x)
+        wide.double()(x.double())
+    assert len(calls) == 1
+    exact = nn.functional.linear(x.double(), wide.weight, wide.bias)
+    torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
+    with forward_pass(Forward(train=False)):
+        narrow.float()(x)
+        wide.float()(x)
+    assert len(calls) == 1
