@@ -125,6 +125,11 @@ class Sampler(Part):
 
     reads_state: ClassVar[bool] = True
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether cohorts can be chosen ahead: the class itself says ``reads_state = False``."""
+        return "reads_state" in vars(type(self)) and not self.reads_state
+
     def begin(self, state: State, everyone: Cohort) -> State:
         """Set up what the sampler keeps. Called before round 1 if it ``needs_everyone``."""
         return state
@@ -227,6 +232,11 @@ class LocalRule(Part):
         Kept parts are those after training, unless the memory has a tree ``kept`` with others.
         """
         return {}, {}
+
+    @property
+    def finishes(self) -> bool:
+        """Whether :meth:`finish` has something to do."""
+        return type(self).finish is not LocalRule.finish
 
 
 class Aggregation(Part):

@@ -180,6 +180,11 @@ class Wrapper(Sampler, LocalRule, Aggregation, View):
         """Return the client's new memory and its uploads."""
         return self.host.local.finish(client)
 
+    @property
+    def finishes(self) -> bool:
+        """Whether :meth:`finish` has something to do."""
+        return type(self).finish is not Wrapper.finish or self.host.local.finishes
+
     # ---- aggregation -----------------------------------------------------------------------------
 
     @property

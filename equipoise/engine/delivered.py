@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from equipoise.tree import Tree, digest
 
@@ -28,10 +29,13 @@ class Delivered:
         self._hashed: dict[str, Tree] = {}
 
     def digest_of(self, tree: Tree) -> str:
-        """Return a tree's hash, which is computed only once for the same tensors."""
+        """Return a tree's hash, which is computed only once for the same values.
+
+        To compare tensors takes a GPU less time than to copy them to the host, which hashes them.
+        """
         for known, hashed in self._hashed.items():
             if tree.keys() == hashed.keys() and all(
-                tensor is hashed[name] for name, tensor in tree.items()
+                _same(tensor, hashed[name]) for name, tensor in tree.items()
             ):
                 return known
         made = digest(tree)
@@ -65,3 +69,8 @@ class Delivered:
             name.removeprefix(_PREFIX): {int(i) for i in ids} for name, ids in own.items()
         }
         return {name: tensor for name, tensor in tensors.items() if name not in own}
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same values, type and device."""
+    return a is b or (a.dtype == b.dtype and a.device == b.device and torch.equal(a, b))

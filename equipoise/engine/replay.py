@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from equipoise.engine.streams import preferred_stream
+
 # How many steps in a row one graph holds at most. Rounds of up to so many steps are one launch;
 # larger graphs would save little more and take more memory.
 STEPS_A_GRAPH = 8
@@ -69,8 +71,10 @@ class CudaRecorder:
     """
 
     def __init__(self) -> None:
-        here = torch.cuda.get_device_properties(torch.cuda.current_device())
-        self.most_bytes = int(POOL_SHARE * here.total_memory)
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.most_bytes = int(POOL_SHARE * torch.cuda.get_device_properties(device).total_memory)
+        # A graph has the priority of the stream on which it was captured.
+        self._stream = preferred_stream(device)
         self.begin_anew()
 
     def wait(self) -> None:
@@ -85,7 +89,7 @@ class CudaRecorder:
     def record(self, program: Callable[[], None]) -> Graph:
         """Capture a program."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             before = torch.cuda.memory_reserved()
             program()
             self.bytes += torch.cuda.memory_reserved() - before

@@ -34,7 +34,7 @@ from equipoise.engine.spread_cohort import SpreadCohort
 from equipoise.engine.stack import repeated
 from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError
-from equipoise.method import LocalRule, Method, mix_tree
+from equipoise.method import Method, mix_tree
 from equipoise.tree import Tree
 
 
@@ -111,11 +111,7 @@ class SpreadEngine:
         self._share = Share(here, method)
         link.device = here.network.device
         local, model = method.local, here.network.initial()
-        self.remembers = bool(
-            here.first_memory(local, model)
-            or local.facts()
-            or type(local).finish is not LocalRule.finish
-        )
+        self.remembers = bool(here.first_memory(local, model) or local.facts() or local.finishes)
 
     @cached_property
     def _owners(self) -> Ints:

@@ -277,6 +277,11 @@ class Client2Vec(Wrapper):
 
     # ---- sampling --------------------------------------------------------------------------------
 
+    @property
+    def reads_state(self) -> bool:  # type: ignore[override]
+        """Whether the choice depends on the state: by the index it does."""
+        return "sampling" in self.uses or not self.host.sampler.looks_ahead
+
     def select(self, state: State, candidates: Candidates, count: int) -> NDArray[np.int64]:
         """Draw clients that are similar to those of the round before."""
         if "sampling" not in self.uses:

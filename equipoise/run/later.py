@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from equipoise.engine.beside import beside
+from equipoise.engine.streams import beside
 from equipoise.run.records import Row
 from equipoise.run.round_rows import BESIDE, Clock, Moment
 

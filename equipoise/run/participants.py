@@ -218,11 +218,9 @@ class Participants:
 
         Its first batches are drawn, too.
         """
-        sampler = type(self.method.sampler)
         everyone = self.cohort_size == len(self.registered)
-        if not isinstance(self.trains, StackedEngine) or (
-            vars(sampler).get("reads_state", True) and not everyone
-        ):
+        certain = everyone or self.method.sampler.looks_ahead
+        if not isinstance(self.trains, StackedEngine) or not certain:
             return
         cohort, asked = self.select(state, state.round + 1)
         cast(StackedCohort, cohort).draw_ahead(self.method.local)

@@ -21,6 +21,7 @@ from equipoise.engine.chunking import fastest
 from equipoise.engine.contract import Engine, RoundCohort
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.stacked import StackedEngine
+from equipoise.engine.streams import preferred
 from equipoise.errors import InputError, RunError
 from equipoise.federation import Federation
 from equipoise.method import Method, State, Updates
@@ -247,7 +248,7 @@ class Trainer:
         """
         self.begin()
         self._listeners = listeners or Listeners()
-        with exact_arithmetic(self.engine.machine):
+        with exact_arithmetic(self.engine.machine), preferred(self.engine.network.device):
             self._listeners.begin(self)
             try:
                 if not self.training.rounds:

@@ -15,11 +15,11 @@ import torch
 
 from equipoise import Callback, Evaluation, Federation, Machine
 from equipoise.attributes import Attribute
-from equipoise.engine.beside import beside
 from equipoise.engine.local import LocalTraining
 from equipoise.engine.settings import FineTune
 from equipoise.engine.spread import SpreadEngine
 from equipoise.engine.stacked import StackedEngine
+from equipoise.engine.streams import beside, preferred
 from equipoise.errors import RunError
 from equipoise.host_copy import HostCopy
 from equipoise.run.evaluation import Evaluator, Reported
@@ -450,24 +450,27 @@ def test_a_moment_on_a_gpu_is_when_it_comes_there():
 
 
 @needs_gpu
-def test_a_gpu_works_beside_what_is_launched_later():
+def test_a_gpu_prefers_what_is_launched_later_to_what_it_does_beside_it():
     gpu = torch.device("cuda")
     x = torch.randn(8192, 8192, device=gpu)
-    for _ in range(3):
-        torch.cuda.synchronize()
-        y = x @ x
-        with beside(gpu):
-            began = Moment(gpu)
-            # It reads what was launched before, so it has waited for it.
-            copied = HostCopy((y @ y)[0, :8])
-            for _ in range(20):
-                x @ x
-            ended = Moment(gpu)
-        little = Moment(gpu)
-        torch.cuda.current_stream().synchronize()
-        # What was launched afterwards does not wait for it.
-        assert little.seconds_since(began) < ended.seconds_since(began)
-        assert torch.equal(copied.read(), (y @ y)[0, :8].cpu())
+    with preferred(gpu):
+        for _ in range(3):
+            torch.cuda.synchronize()
+            y = x @ x
+            with beside(gpu):
+                began = Moment(gpu)
+                # It reads what was launched before, so it has waited for it.
+                copied = HostCopy((y @ y)[0, :8])
+                for _ in range(20):
+                    x @ x
+                ended = Moment(gpu)
+            z = y[0, :8] * 2
+            little = Moment(gpu)
+            torch.cuda.current_stream().synchronize()
+            assert little.seconds_since(began) < ended.seconds_since(began) / 4
+            assert torch.equal(copied.read(), (y @ y)[0, :8].cpu())
+    # What comes after the block waits for it.
+    assert torch.equal(z / 2, y[0, :8])
 
 
 @needs_gpu
