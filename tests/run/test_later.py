@@ -452,22 +452,24 @@ def test_a_moment_on_a_gpu_is_when_it_comes_there():
 @needs_gpu
 def test_a_gpu_prefers_what_is_launched_later_to_what_it_does_beside_it():
     gpu = torch.device("cuda")
-    x = torch.randn(8192, 8192, device=gpu)
+    x = torch.randn(2048, 2048, device=gpu) / 50
     with preferred(gpu):
-        for _ in range(3):
+        # Kernels are loaded in the first turn, which may wait for all streams.
+        for turn in range(3):
             torch.cuda.synchronize()
             y = x @ x
             with beside(gpu):
                 began = Moment(gpu)
                 # It reads what was launched before, so it has waited for it.
                 copied = HostCopy((y @ y)[0, :8])
-                for _ in range(20):
-                    x @ x
+                for _ in range(200):
+                    y @ y
                 ended = Moment(gpu)
             z = y[0, :8] * 2
             little = Moment(gpu)
             torch.cuda.current_stream().synchronize()
-            assert little.seconds_since(began) < ended.seconds_since(began) / 4
+            seconds = little.seconds_since(began), ended.seconds_since(began)
+            assert turn == 0 or seconds[0] < seconds[1] / 4
             assert torch.equal(copied.read(), (y @ y)[0, :8].cpu())
     # What comes after the block waits for it.
     assert torch.equal(z / 2, y[0, :8])
