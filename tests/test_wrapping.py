@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -296,3 +297,15 @@ def test_classes_pass_on_what_they_do_not_have():
     assert Unchanged(build("fediir")).head_gradient.__name__ == "head_gradient"
     with pytest.raises(AttributeError):
         _ = Sharpened().nothing_of_the_kind
+
+
+def test_clients_finish_only_if_the_host_or_the_wrapper_does():
+    @dataclass(frozen=True)
+    class Finishing(Unchanged):
+        def finish(self, client):
+            return super().finish(client)
+
+    plain, scaffold = build("fedavg"), build("scaffold")
+    assert not Unchanged(plain).finishes
+    assert Unchanged(scaffold).finishes
+    assert Finishing(plain).finishes

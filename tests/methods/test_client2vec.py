@@ -14,6 +14,7 @@ from scipy.optimize import minimize
 from torch import nn
 
 from equipoise.client_index import ClientIndex
+from equipoise.engine import delivered
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
 from equipoise.method import State
@@ -349,6 +350,13 @@ def test_the_projection_moves_wherever_features_move(host, moves):
         for phase in phases
     ]
     assert found == moves
+
+
+def test_the_index_is_hashed_once(monkeypatch):
+    hashed, original = [], delivered.digest
+    monkeypatch.setattr(delivered, "digest", lambda tree: hashed.append(tree) or original(tree))
+    small_run(method=build("client2vec", uses=["training"]), rounds=3)
+    assert len(hashed) == 1
 
 
 def test_the_index_is_sent_once(path):

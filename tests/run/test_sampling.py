@@ -189,9 +189,16 @@ def test_candidates_know_their_groups():
 # ---- cohorts chosen ahead ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampling", ["uniform", "size"])
+CHOSEN_AHEAD = {
+    "uniform": {"name": "fedavg", "sampling": "uniform"},
+    "size": {"name": "fedavg", "sampling": "size"},
+    "wrapped": {"name": "client2vec", "host": "fedavg", "uses": ["aggregation", "training"]},
+}
+
+
+@pytest.mark.parametrize("method", CHOSEN_AHEAD)
 @pytest.mark.parametrize("cohort", [4, 1.0])
-def test_a_cohort_that_is_chosen_ahead_is_the_same(monkeypatch, sampling, cohort):
+def test_a_cohort_that_is_chosen_ahead_is_the_same(monkeypatch, method, cohort):
     draws = []
     original = planning.draw_batches
 
@@ -200,7 +207,7 @@ def test_a_cohort_that_is_chosen_ahead_is_the_same(monkeypatch, sampling, cohort
         return original(*args, **how)
 
     monkeypatch.setattr(planning, "draw_batches", counted)
-    how = {"method": {"name": "fedavg", "sampling": sampling}, "cohort": cohort, "rounds": 3}
+    how = {"method": CHOSEN_AHEAD[method], "cohort": cohort, "rounds": 3}
     ahead = small_run(**how)
     with_ahead = len(draws)
     monkeypatch.setattr(Participants, "look_ahead", lambda participants, state: None)
@@ -223,3 +230,14 @@ def test_a_sampler_made_from_one_without_state_may_read_it():
 
     small_run(method=build("fedavg", sampling=Watching()), rounds=3)
     assert seen == [(round_, fold(3, round_, Purpose.SAMPLE)) for round_ in range(3)]
+
+
+def test_a_cohort_that_the_index_chooses_is_not_chosen_ahead():
+    ahead = build("client2vec", host="fedavg", uses=["training"])
+    by_index = build("client2vec", host="fedavg", uses=["sampling"])
+    size = build("client2vec", host=build("fedavg", sampling=Backwards()), uses=["training"])
+    assert [method.sampler.looks_ahead for method in (ahead, by_index, size)] == [
+        True,
+        False,
+        False,
+    ]
