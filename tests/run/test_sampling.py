@@ -233,11 +233,13 @@ def test_a_sampler_made_from_one_without_state_may_read_it():
 
 
 def test_a_cohort_that_the_index_chooses_is_not_chosen_ahead():
-    ahead = build("client2vec", host="fedavg", uses=["training"])
-    by_index = build("client2vec", host="fedavg", uses=["sampling"])
-    size = build("client2vec", host=build("fedavg", sampling=Backwards()), uses=["training"])
-    assert [method.sampler.looks_ahead for method in (ahead, by_index, size)] == [
-        True,
-        False,
-        False,
-    ]
+    @dataclass(frozen=True)
+    class Own(UniformSampler):
+        pass
+
+    for host, use, wanted in (
+        (build("fedavg"), "training", True),
+        (build("fedavg"), "sampling", False),
+        (build("fedavg", sampling=Own()), "training", False),
+    ):
+        assert build("client2vec", host=host, uses=[use]).sampler.looks_ahead == wanted
