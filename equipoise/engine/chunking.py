@@ -35,6 +35,8 @@ _GPU_FULL = {"float32": 1 << 30, "tf32": 1 << 30, "bfloat16": 1 << 30, "float64"
 # takes the host about a millisecond, which is longer than a small model needs for 4096 samples.
 _PASS, _CPU_CONVOLVED_PASS, _GPU_TIMES = 4096, 64, 4
 _PASS_ACTIVATIONS = {"cpu": 1 << 27, "cuda": 1 << 32}
+# The share of a GPU's memory that the activations of a pass may take beside training.
+_BESIDE_SHARE = 1 / 8
 
 
 def chunk_by_rule(network: Network, batch_size: int, *, tf32: bool = False) -> int:
@@ -168,6 +170,26 @@ def samples_a_pass(network: Network, models: int) -> int:
     if on_cpu and models == 1 and _convolves(network):
         most = _CPU_CONVOLVED_PASS
     return min(most, _within_memory(network, network.activations))
+
+
+def fits_beside(network: Network, samples: int) -> bool:
+    """Return whether a GPU has the memory to evaluate so many samples beside training.
+
+    The memory of both is then in use at the same time.
+
+    Examples
+    --------
+    >>> from equipoise import tasks
+    >>> from equipoise.models import build
+    >>> mlp = build("mlp", shape=(64,), classes=10)
+    >>> fits_beside(Network(mlp, tasks.build("classification")), 10_000)
+    True
+    """
+    if network.device.type == "cpu":
+        return True
+    numbers = min(samples, samples_a_pass(network, 1)) * network.activations
+    memory = torch.cuda.get_device_properties(network.device).total_memory
+    return numbers * network.dtype.itemsize <= _BESIDE_SHARE * memory
 
 
 def samples_an_encoding(network: Network) -> int:

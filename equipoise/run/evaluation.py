@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from equipoise.attributes import counting_of
 from equipoise.checks import UNLESS_DEFAULT, count, one_of
 from equipoise.engine.adapting import Adapting, FineTuning
+from equipoise.engine.chunking import fits_beside
 from equipoise.engine.contract import ADVICE, Engine, Personal, RoundCohort, number_and_name
 from equipoise.engine.evaluation import Measured
 from equipoise.engine.layout import Layout
@@ -340,13 +341,20 @@ class Evaluator:
     def only_reads(self) -> bool:
         """Whether evaluation only reads the state of a round, and the host waits for nothing.
 
-        Then a GPU can evaluate a round beside the training of later ones. Personal models are read
-        from memories, which training changes. Metrics of all outputs, counts and scores on the
-        server's data are computed on the host.
+        Then a GPU can evaluate a round beside the training of later ones, if it has the memory.
+        Personal models are read from memories, which training changes. Metrics of all outputs,
+        counts and scores on the server's data are computed on the host.
         """
-        if not self.engine.defers or self.has_personal or self._averages_kept:
+        engine = self.engine
+        if not engine.defers or self.has_personal or self._averages_kept:
             return False
-        return not (self.metrics or self.engine.counting is not None or self.federation.server)
+        computes = self.metrics or engine.counting is not None or self.federation.server
+        return not computes and fits_beside(engine.network, self._largest_split)
+
+    @cached_property
+    def _largest_split(self) -> int:
+        splits = (self.federation.split(name) for name in ("val", "test"))
+        return max(int(split.sizes.sum()) for split in splits)
 
     def launch(self, state: State, reported: Reported) -> Callable[[], list[ClientRows]]:
         """Begin to evaluate the models of a round, and return what waits for their rows.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from equipoise.engine.chunking import (
     chunk_by_rule,
     chunk_on_gpu,
     even_chunks,
+    fits_beside,
     samples_a_pass,
     samples_an_encoding,
 )
@@ -139,6 +141,16 @@ def test_passes_without_gradient_are_bounded_too(models):
     assert samples_a_pass(small, models) == 4096
     large = engine_of(Model(wide(8192), nn.Linear(8192, 4))).network
     assert samples_a_pass(large, models) == PASS // (activations_of_wide(8192) + 4) == 248
+
+
+@pytest.mark.parametrize(("samples", "fits"), [(1000, True), (1001, False)])
+def test_an_evaluation_beside_training_takes_an_eighth_of_a_gpu(samples, fits, monkeypatch):
+    memory = SimpleNamespace(total_memory=8 * 4 * 50_000 * 1000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    network = SimpleNamespace(
+        device=torch.device("cuda"), dtype=torch.float32, activations=50_000, module=nn.ReLU()
+    )
+    assert fits_beside(network, samples) == fits
 
 
 def test_stems_encode_as_many_samples_as_their_own_activations_allow():
