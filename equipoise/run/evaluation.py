@@ -338,12 +338,12 @@ class Evaluator:
         )
 
     @property
-    def only_reads(self) -> bool:
-        """Whether evaluation only reads the state of a round, and the host waits for nothing.
+    def can_be_beside(self) -> bool:
+        """Whether a GPU can evaluate a round beside the training of later ones.
 
-        Then a GPU can evaluate a round beside the training of later ones, if it has the memory.
-        Personal models are read from memories, which training changes. Metrics of all outputs,
-        counts and scores on the server's data are computed on the host.
+        Evaluation must only read the state of its round, the host must wait for nothing, and the
+        GPU must have the memory. Personal models are read from memories, which training changes.
+        Metrics of all outputs, counts and scores on the server's data are computed on the host.
         """
         engine = self.engine
         if not engine.defers or self.has_personal or self._averages_kept:

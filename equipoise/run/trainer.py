@@ -420,7 +420,7 @@ class Trainer:
             Whether they have to wait.
         """
         if launch is not None:
-            beside = self.evaluator.only_reads
+            beside = self.evaluator.can_be_beside
             add = self._later.add_beside if beside else self._later.add_launched
             add(launch, row, clock)
         elif self._later:

@@ -230,26 +230,26 @@ def test_personal_models_are_evaluated_before_the_next_round_is_launched(order):
     ]
 
 
-def only_reads(**how):
+def can_be_beside(**how):
     trainer = run(None, rounds=1, **how).trainer
-    return trainer.evaluator.only_reads
+    return trainer.evaluator.can_be_beside
 
 
 def test_evaluations_that_only_read_can_be_beside_training(monkeypatch):
-    assert not only_reads()
+    assert not can_be_beside()
     deferring(monkeypatch)
-    assert only_reads()
-    assert only_reads(method="scaffold")
+    assert can_be_beside()
+    assert can_be_beside(method="scaffold")
     averaged = Evaluation(average_kept=True)
     assert not any(
         (
-            only_reads(method="ditto"),
-            only_reads(method="fedbabu", evaluation=averaged),
-            only_reads(method="fedper", evaluation=averaged),
-            only_reads(evaluation=Evaluation(metrics=["auroc"])),
-            only_reads(evaluation=Evaluation(fine_tune=FineTune(epochs=1))),
-            only_reads(federation=with_attributes()),
-            only_reads(federation=with_server_data()),
+            can_be_beside(method="ditto"),
+            can_be_beside(method="fedbabu", evaluation=averaged),
+            can_be_beside(method="fedper", evaluation=averaged),
+            can_be_beside(evaluation=Evaluation(metrics=["auroc"])),
+            can_be_beside(evaluation=Evaluation(fine_tune=FineTune(epochs=1))),
+            can_be_beside(federation=with_attributes()),
+            can_be_beside(federation=with_server_data()),
         )
     )
 
