@@ -7,7 +7,7 @@ values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ class Precomputed:
 
 
 class Inputs:
-    """The field ``x`` of a client: a batch, or a :class:`Precomputed` one.
+    """The field ``x`` of a client: a batch, a :class:`Precomputed` one, or none.
 
     The batch of a precomputed one is fetched when a loss reads ``x``. A copy of the client
     (``dataclasses.replace``) has an ordinary batch, so z is never used with another x.
@@ -50,16 +50,41 @@ class Inputs:
         if client is None:
             raise AttributeError("x has no default")
         given = self.given(client)
+        if given is None:
+            raise InputError(
+                "linear of a Penalty uses samples, but it is called once and not for every batch; "
+                "valid: what the client has received or remembers, such as a fact"
+            )
         return given.fetch() if isinstance(given, Precomputed) else given
 
-    def __set__(self, client: Client, given: Tensor | Precomputed) -> None:
+    def __set__(self, client: Client, given: Tensor | Precomputed | None) -> None:
         vars(client)["x"] = given
 
     @staticmethod
-    def given(client: Client) -> Tensor | Precomputed:
+    def given(client: Client) -> Tensor | Precomputed | None:
         """Return what the client was created with."""
-        given: Tensor | Precomputed = vars(client)["x"]
+        given: Tensor | Precomputed | None = vars(client)["x"]
         return given
+
+
+def shared_names(moving: Iterable[str]) -> dict[str, str]:
+    """Return the names of trained parameters by the names that they have in the shared model.
+
+    Examples
+    --------
+    >>> shared_names(["features.weight", "personal.head.weight"])
+    {'features.weight': 'features.weight', 'head.weight': 'personal.head.weight'}
+    """
+    names: dict[str, str] = {}
+    for name in moving:
+        shared = name.removeprefix(PERSONAL)
+        if shared in names:
+            raise InputError(
+                f"a phase trains both {shared} and {PERSONAL}{shared}, and uses moved(), a "
+                "distance or a penalty, which have one name for both; valid: a phase for each"
+            )
+        names[shared] = name
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +99,7 @@ class Client:
         The client's current parameters and buffers, including its kept parts.
     x, y : Tensor
         One batch. In phases that do not train the features, x is fetched only if the loss reads it,
-        because z is known.
+        because z is known. ``linear`` of a :class:`~equipoise.method.Penalty` has no batch.
     forward : Forward
         Mask and random key of the batch, and whether this is training.
     sent : mapping of Tree
@@ -143,18 +168,12 @@ class Client:
 
     def moved(self) -> Tree:
         """Return the parameters that this phase trains, by their names in the shared model."""
-        moved: Tree = {}
-        for name in self.params:
-            shared = name.removeprefix(PERSONAL)
-            if name in self.moving and shared not in self.network.buffers:
-                if shared in moved:
-                    raise InputError(
-                        f"a phase trains both {shared} and {PERSONAL}{shared}, and its loss uses "
-                        "moved() or a distance, which have one name for both; valid: a phase for "
-                        "each"
-                    )
-                moved[shared] = self.params[name]
-        return moved
+        trained = [
+            name
+            for name in self.params
+            if name in self.moving and name.removeprefix(PERSONAL) not in self.network.buffers
+        ]
+        return {shared: self.params[name] for shared, name in shared_names(trained).items()}
 
     def output(self) -> Tensor:
         """Return the model's output for the batch.

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
+from equipoise.checks import real
 from equipoise.client import Client
 from equipoise.errors import InputError, unknown
 from equipoise.masked import label_sums
@@ -121,6 +122,53 @@ class PlainGradient:
         return plain_gradient(values[0], params)
 
 
+@dataclass(frozen=True)
+class Penalty:
+    """A term of the loss that depends on the trained parameters w only: s/2 ‖w − wᵗ‖² + ⟨w, v⟩.
+
+    wᵗ are the received parameters; for a personal part, they are the received ones of the same
+    name. Buffers take no part. The term is part of the loss: clients report it in ``method_terms``,
+    and clipping, weight decay and momentum come after it.
+
+    With :class:`PlainGradient` the engine adds the gradient s (w − wᵗ) + v to that of the loss.
+    This takes less time than the same term in the loss. Other gradient rules get losses that
+    contain the term.
+
+    Parameters
+    ----------
+    strength : float
+        s, at least 0.
+    linear : callable, optional
+        Takes a :class:`~equipoise.client.Client` and returns v: a tree with the names that the
+        parameters have in the shared model. Other names are ignored. It is called once when a phase
+        begins, so v is constant during the phase, and the client has no batch. Without it, v is 0.
+
+    Examples
+    --------
+    >>> Phase(penalty=Penalty(0.1)).adds_terms
+    True
+    >>> corrected = Penalty(linear=lambda client: client.memory["control"])
+    >>> corrected.strength
+    0.0
+    """
+
+    strength: float = 0.0
+    linear: Callable[[Client], Tree] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a strength that is negative or not finite, and what cannot be called."""
+        real(self.strength, "the strength of a Penalty", least=0)
+        if self.linear is not None and not callable(self.linear):
+            raise InputError(
+                f"linear of a Penalty must be a function of a client, got {self.linear!r}"
+            )
+
+    @property
+    def vanishes(self) -> bool:
+        """Whether it is 0 for all parameters."""
+        return not self.strength and self.linear is None
+
+
 _BATCHES = ("next", "same", "split")
 
 
@@ -151,6 +199,8 @@ class Phase:
         of one batch; see :meth:`equipoise.engine.batches.Batches.split`.
     scheduled : bool
         Whether the learning rate follows the schedule of the training settings.
+    penalty : Penalty, optional
+        A term that is added to every loss and depends on the trained parameters only.
 
     Examples
     --------
@@ -166,6 +216,7 @@ class Phase:
     optimizer: Optimizer | None = None
     batch: str = "next"
     scheduled: bool = True
+    penalty: Penalty | None = None
 
     def __post_init__(self) -> None:
         """Refuse invalid lengths, losses without a batch, and a length with ``batch="same"``."""
@@ -204,8 +255,8 @@ class Phase:
 
     @property
     def adds_terms(self) -> bool:
-        """Whether a loss may differ from the task's own."""
-        return any(loss not in PLAIN_LOSSES for loss in self.losses)
+        """Whether a loss, with the penalty, may differ from the task's own."""
+        return self.penalty is not None or any(loss not in PLAIN_LOSSES for loss in self.losses)
 
     def losses_in(self, step: int) -> tuple[Loss, ...]:
         """Return the loss of each batch of a step; steps are counted from 0."""

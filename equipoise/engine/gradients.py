@@ -21,6 +21,8 @@ from equipoise.masked import masked_mean
 from equipoise.method import FollowsRate, Loss, Phase, Value
 from equipoise.models.passes import Forward
 from equipoise.optimizers import Column
+from equipoise.optimizers.penalties import Penalties
+from equipoise.phases import PLAIN_LOSSES
 from equipoise.tree import Tree
 
 
@@ -61,6 +63,8 @@ class Rows(NamedTuple):
         Parameters and buffers that all clients share.
     lr : float, Tensor or None
         The learning rate, if the gradient depends on it.
+    penalties : Penalties or None
+        The penalty, if it is part of the losses that the gradient rule gets.
     """
 
     moving: list[Tensor]
@@ -72,6 +76,7 @@ class Rows(NamedTuple):
     sent: dict[str, Tree]
     round: Tensor
     lr: Column | None
+    penalties: Penalties | None
 
 
 class StepGradient(NamedTuple):
@@ -186,6 +191,9 @@ class PhaseGradient:
             stacks = rows.fixed, rows.each, rows.memory, rows.seen, batch
             with in_plain_words(f"the loss {_named(loss)}"):
                 losses, task_losses, statistics = of_all(moving, *stacks)
+            if rows.penalties is not None:
+                task_losses = losses if task_losses is None else task_losses
+                losses = losses + rows.penalties.values(moving)
             if task_losses is not None:
                 noted.task_losses[losses.data_ptr()] = losses, task_losses
             # BatchNorm statistics follow the step's first forward pass only, however often a
@@ -239,7 +247,7 @@ class PhaseGradient:
         )
         recorded: Tree = {}
         client.recording(recorded)
-        values = loss(client.noting({}) if self.phase.adds_terms else client)
+        values = loss(client if loss in PLAIN_LOSSES else client.noting({}))
         if not isinstance(values, Tensor) or values.shape != y.shape[:1]:
             what = (
                 f"values of shape {tuple(values.shape)}"

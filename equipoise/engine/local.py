@@ -107,9 +107,8 @@ class LocalTraining:
     @property
     def nbytes(self) -> int:
         """The memory of all tensors that are kept for chunks of this shape."""
-        states = [state for run in self.runs for state in run.state.values()]
-        tensors = [*tensors_of(self.chunk, self.paces), *(t for state in states for t in state)]
-        return sum(tensor.nbytes for tensor in tensors)
+        own = [tensor for run in self.runs for tensor in run.tensors]
+        return sum(tensor.nbytes for tensor in [*tensors_of(self.chunk, self.paces), *own])
 
     def run(self, batches: Sequence[Batches]) -> Trained:
         """Carry out the rule with the batches of each phase. A GPU may still work afterwards.

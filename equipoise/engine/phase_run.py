@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +21,14 @@ from equipoise.engine.batches import Batches
 from equipoise.engine.chunk import Chunk, Pace
 from equipoise.engine.frozen import FrozenFeatures, features_rest
 from equipoise.engine.gradients import Batch, Look, PhaseGradient, Rows, StepGradient
+from equipoise.engine.phase_penalty import PhasePenalty
 from equipoise.engine.stack import first_rows, tree_first_rows
 from equipoise.engine.tape import Tapes
 from equipoise.errors import InputError
 from equipoise.method import Phase, PlainGradient
 from equipoise.optimizers import Count, OptimizerState, Sgd
+from equipoise.optimizers.penalties import Penalties, Room
+from equipoise.optimizers.steps import penalties_of
 from equipoise.random import Purpose, fold_tensor
 from equipoise.tree import PERSONAL, norms, scaled, select
 
@@ -143,8 +147,22 @@ class PhaseRun:
         # The task's part of the losses, if a method adds further terms.
         self.task_losses = torch.zeros_like(self.losses) if phase.adds_terms else self.losses
         self._gradients = PhaseGradient(phase, chunk.network, self.names, buffers)
+        self._plain = type(phase.gradient) is PlainGradient
+        self._penalty = (
+            None
+            if phase.penalty is None or phase.penalty.vanishes
+            else PhasePenalty(phase.penalty, self.names, chunk, added=self._plain)
+        )
+        self._penalties: Penalties | None = None
+        self._room: Room | None = None
         self._tapes, self._name = tapes, name
         self._active = 0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that the phase keeps, besides those of the chunk."""
+        own = [tensor for tensors in self.state.values() for tensor in tensors]
+        return own if self._penalty is None else [*own, *(self._penalty.linear or ())]
 
     def begin(self, batches: Batches, frozen: FrozenFeatures | None = None) -> None:
         """Start the phase with new batches, a new optimizer state and no losses.
@@ -168,6 +186,8 @@ class PhaseRun:
         )
         self.losses.zero_()
         self.task_losses.zero_()
+        if self._penalty is not None:
+            self._penalty.begin()
         if self.pace.optimizer.stacked:
             for tensors in self.state.values():
                 torch._foreach_zero_(tensors)
@@ -180,6 +200,8 @@ class PhaseRun:
         chunk, optimizer, lr = self.chunk, self.pace.optimizer, self.pace.lr
         self._lr = first_rows(lr, active) if isinstance(lr, Tensor) else lr
         fixed = {name: t for name, t in chunk.params.items() if name not in self.names}
+        if self._penalty is not None:
+            self._penalties, self._room = self._penalty.of(active)
         self._rows = Rows(
             moving=[first_rows(tensor, active) for tensor in self.params],
             fixed=tree_first_rows(fixed, active),
@@ -190,6 +212,7 @@ class PhaseRun:
             sent=dict(chunk.sent),
             round=chunk.round,
             lr=self._lr if self._gradients.follows_rate else None,
+            penalties=None if self._plain else self._penalties,
         )
         self._state: OptimizerState = (
             {name: [first_rows(t, active) for t in tensors] for name, tensors in self.state.items()}
@@ -252,20 +275,41 @@ class PhaseRun:
         """Make a step with tensor operations only, so that a GPU can replay them."""
         active, together = self._active, self.batches.a_step
         found = self._gradient(inputs, step)
-        gradients = found.gradients
+        gradients, losses = found.gradients, found.losses
+        # The penalty that is left to the kernels of the optimizer.
+        left: Penalties | None = None
         with torch.no_grad():
+            if self._plain and self._penalties is not None:
+                values, gradients, left = self._penalized(self._penalties, gradients)
+                losses = losses + values
             if self.pace.clip is not None:
                 gradients = _clip(gradients, self.pace.clip, stacked=active > 1)
-            self.pace.optimizer.step(
-                self._rows.moving, gradients, self._state, self._lr, inputs.number
-            )
+            given = self._rows.moving, gradients, self._state, self._lr, inputs.number
+            optimizer = self.pace.optimizer
+            if left is not None and isinstance(optimizer, Sgd):
+                optimizer.step(*given, left)
+            else:
+                optimizer.step(*given)
             for name, new in found.statistics.items():
                 self._rows.fixed[name].copy_(new)
             samples = inputs.counts if together == 1 else inputs.counts.sum(1)
             # In float64, to which all of them are converted.
-            self.losses[:active].addcmul_(found.losses, samples)
+            self.losses[:active].addcmul_(losses, samples)
             if self.phase.adds_terms:
                 self.task_losses[:active].addcmul_(found.task_losses, samples)
+
+    def _penalized(
+        self, penalties: Penalties, gradients: list[Any]
+    ) -> tuple[Tensor, list[Any], Penalties | None]:
+        """Return every client's penalty, and the gradients with that of the penalty.
+
+        If kernels make the steps, they add it: then the gradients are as before, and the penalty is
+        returned, too.
+        """
+        params = self._rows.moving
+        if self._uses_kernels():
+            return penalties_of(params, penalties, self._lr), gradients, penalties
+        return *penalties.added_to(gradients, params, self._room), None
 
     def _gradient(self, inputs: StepInput, step: int) -> StepGradient:
         """Return the gradient of a step, from a tape if there is one."""
@@ -286,19 +330,20 @@ class PhaseRun:
     def _may_factor(self, inputs: StepInput) -> bool:
         """Return whether gradients by weights may be left as factors for the optimizer.
 
-        They must go to it as they are. Only for recorded steps, because the graph of the losses is
-        examined from Python.
+        Only for recorded steps, because the graph of the losses is examined from Python.
         """
         recorded = isinstance(inputs.number, Tensor)
+        return recorded and self._active > 1 and self._uses_kernels()
+
+    def _uses_kernels(self) -> bool:
+        """Return whether GPU kernels make the steps, with gradients as the losses have them."""
         optimizer = self.pace.optimizer
         return (
-            recorded
-            and self._active > 1
+            self._plain
             and self.pace.clip is None
-            and type(self.phase.gradient) is PlainGradient
             and type(optimizer) is Sgd
             and self.chunk.network.dtype == torch.float32
-            and optimizer.takes_factors(self._lr)
+            and optimizer.uses_kernels(self._lr)
         )
 
     def _batch(self, inputs: StepInput) -> Batch:

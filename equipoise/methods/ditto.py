@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from equipoise.client import Client
 from equipoise.errors import InputError
-from equipoise.method import LocalRule, Phase
+from equipoise.method import LocalRule, Penalty, Phase, personal_loss
 from equipoise.methods import register
 
 
@@ -45,12 +42,11 @@ class Ditto(LocalRule):
 
     def phases(self) -> Sequence[Phase]:
         """Update the personal model, then the global one, on the same batch."""
-        return Phase(move="personal", loss=self.personal_loss), Phase(move="all", batch="same")
+        return self._personal_phase(), Phase(move="all", batch="same")
 
     def adapt(self) -> Sequence[Phase]:
         """Train a new client's personal model from the global one, with the same penalty."""
-        return (Phase(move="personal", loss=self.personal_loss),)
+        return (self._personal_phase(),)
 
-    def personal_loss(self, client: Client) -> Tensor:
-        """Add the distance from the received model to the personal model's loss."""
-        return client.personal().task_loss() + self.lam / 2 * client.distance_to_received()
+    def _personal_phase(self) -> Phase:
+        return Phase(move="personal", loss=personal_loss, penalty=Penalty(self.lam))

@@ -6,13 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from equipoise.checks import real
 from equipoise.client import Client, Finished
-from equipoise.method import Aggregation, Cohort, LocalRule, Phase, Sees, State, Updates, mix
+from equipoise.method import (
+    Aggregation,
+    Cohort,
+    LocalRule,
+    Penalty,
+    Phase,
+    Sees,
+    State,
+    Updates,
+    mix,
+)
 from equipoise.methods import register
-from equipoise.tree import Tree, inner_product, tree_map
+from equipoise.tree import Tree, tree_map
 
 
 @register("feddyn", paper="Acar et al., ICLR 2021", sees=Sees.SUMS)
@@ -46,13 +55,12 @@ class FedDyn(LocalRule, Aggregation):
         real(self.alpha, "feddyn.alpha")
 
     def phases(self) -> Sequence[Phase]:
-        """Return one phase with the dynamic penalty."""
-        return (Phase(loss=self.loss),)
+        """Return one phase with the dynamic penalty −⟨λ_k, w⟩ + α/2 ‖w − wᵗ‖²."""
+        return (Phase(penalty=Penalty(self.alpha, self.linear)),)
 
-    def loss(self, client: Client) -> Tensor:
-        """Add −⟨λ_k, w⟩ + α/2 ‖w − wᵗ‖²."""
-        linear = inner_product(client.moved(), client.memory["dual"])
-        return client.task_loss() - linear + self.alpha / 2 * client.distance_to_received()
+    def linear(self, client: Client) -> Tree:
+        """Return −λ_k."""
+        return tree_map(torch.neg, client.memory["dual"])
 
     def first_memory(self, model: Tree) -> dict[str, Tree]:
         """Start with λ_k = 0."""

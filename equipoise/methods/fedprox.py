@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from equipoise.client import Client
 from equipoise.errors import InputError
-from equipoise.method import LocalRule, Phase
+from equipoise.method import LocalRule, Penalty, Phase
 from equipoise.methods import register
 
 
@@ -37,9 +34,5 @@ class FedProx(LocalRule):
         return self.mu
 
     def phases(self) -> Sequence[Phase]:
-        """Return one phase with the proximal loss."""
-        return (Phase(loss=self.loss),)
-
-    def loss(self, client: Client) -> Tensor:
-        """Add the proximal term to the task's loss."""
-        return client.task_loss() + self.mu / 2 * client.distance_to_received()
+        """Return one phase with the proximal term."""
+        return (Phase(penalty=Penalty(self.mu)),)

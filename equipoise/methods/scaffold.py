@@ -10,9 +10,19 @@ from torch import Tensor
 
 from equipoise.checks import real
 from equipoise.client import Client, Finished
-from equipoise.method import Aggregation, Cohort, LocalRule, Phase, Sees, State, Updates, mix
+from equipoise.method import (
+    Aggregation,
+    Cohort,
+    LocalRule,
+    Penalty,
+    Phase,
+    Sees,
+    State,
+    Updates,
+    mix,
+)
 from equipoise.methods import register
-from equipoise.tree import Tree, inner_product, tree_map
+from equipoise.tree import Tree, tree_map
 
 
 @register("scaffold", paper="Karimireddy et al., ICML 2020", sees=Sees.SUMS)
@@ -42,13 +52,12 @@ class Scaffold(LocalRule, Aggregation):
         real(self.lr, "scaffold.lr", least=0)
 
     def phases(self) -> Sequence[Phase]:
-        """Return one phase with the corrected loss."""
-        return (Phase(loss=self.loss),)
+        """Return one phase with the penalty ⟨y, c − c_k⟩, whose gradient is the correction."""
+        return (Phase(penalty=Penalty(linear=self.correction)),)
 
-    def loss(self, client: Client) -> Tensor:
-        """Add ⟨y, c − c_k⟩, whose gradient is the correction."""
-        correction = tree_map(torch.sub, client.sent["control"], client.memory["control"])
-        return client.task_loss() + inner_product(client.moved(), correction)
+    def correction(self, client: Client) -> Tree:
+        """Return c − c_k."""
+        return tree_map(torch.sub, client.sent["control"], client.memory["control"])
 
     def first_memory(self, model: Tree) -> dict[str, Tree]:
         """Start with c_k = 0."""

@@ -2,7 +2,8 @@
 
 A step reads a parameter and its gradient once, and writes the parameter once. With momentum it also
 reads and writes the velocity. Small tensors share a launch. A gradient may be given as two factors,
-whose product is made where it is used and never written to memory.
+whose product is made where it is used and never written to memory. The gradient of a penalty on the
+parameters is added there, too; its value has kernels of its own.
 
 The arithmetic of a step is that of PyTorch's operations on a GPU, so results have the same bits.
 Each element is computed from its own client's values only, in a fixed order. Only imported if
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -22,6 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from equipoise.models.convolution_kernels import add_products
+
+if TYPE_CHECKING:
+    from equipoise.optimizers.penalties import Penalties
 
 # Elements of a program, and of one that updates small tensors.
 _BLOCK, _SMALL_BLOCK = 2048, 512
@@ -85,6 +89,53 @@ class Rule:
 
 
 @triton.jit
+def _penalized(
+    gradient: tl.tensor,
+    value: tl.tensor,
+    anchor: tl.tensor,
+    linear: tl.tensor,
+    element: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    strength: tl.tensor,
+    ANCHORED: tl.constexpr,
+    LINEAR: tl.constexpr,
+) -> tl.tensor:
+    """Add the gradient of a penalty to that of a block of parameters.
+
+    They are at ``at`` in the stack, and at ``element`` in the row of their client.
+    """
+    if ANCHORED:
+        difference = value - tl.load(anchor + element, mask=inside, other=0.0)
+        gradient = tl.fma(difference, strength, gradient)
+    if LINEAR:
+        gradient += tl.load(linear + at, mask=inside, other=0.0)
+    return gradient
+
+
+@triton.jit
+def _penalty(
+    value: tl.tensor,
+    anchor: tl.tensor,
+    linear: tl.tensor,
+    element: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    half: tl.tensor,
+    ANCHORED: tl.constexpr,
+    LINEAR: tl.constexpr,
+) -> tl.tensor:
+    """Return the penalty on a block of parameters; ``half`` is half of its strength."""
+    total = tl.zeros_like(value)
+    if ANCHORED:
+        difference = value - tl.load(anchor + element, mask=inside, other=0.0)
+        total += half * difference * difference
+    if LINEAR:
+        total += value * tl.load(linear + at, mask=inside, other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
 def _stepped(
     value: tl.tensor,
     gradient: tl.tensor,
@@ -114,15 +165,20 @@ def _step_one(
     param: tl.tensor,
     gradient: tl.tensor,
     velocity: tl.tensor,
+    anchor: tl.tensor,
+    linear: tl.tensor,
     rates: tl.tensor,
     tiles: tl.tensor,
     size: tl.tensor,
     decay: tl.tensor,
     momentum: tl.tensor,
     kept: tl.tensor,
+    strength: tl.tensor,
     DECAYS: tl.constexpr,
     GATHERS: tl.constexpr,
     NESTEROV: tl.constexpr,
+    ANCHORED: tl.constexpr,
+    LINEAR: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Update a block of one client's row of a tensor; rows have ``size`` elements."""
@@ -134,6 +190,9 @@ def _step_one(
     change = tl.load(gradient + at, mask=inside, other=0.0)
     rate = tl.load(rates + client).to(tl.float32)
     there = velocity + at if GATHERS else velocity
+    change = _penalized(
+        change, value, anchor, linear, column, at, inside, strength, ANCHORED, LINEAR
+    )
     value = _stepped(
         value, change, there, inside, rate, decay, momentum, kept, DECAYS, GATHERS, NESTEROV
     )
@@ -145,16 +204,21 @@ def _step_several(
     values: tl.tuple,
     gradients: tl.tuple,
     velocities: tl.tuple,
+    anchors: tl.tuple,
+    linears: tl.tuple,
     sizes: tl.tuple,
     rates: tl.tensor,
     clients: tl.tensor,
     decay: tl.tensor,
     momentum: tl.tensor,
     kept: tl.tensor,
+    strength: tl.tensor,
     NUMBER: tl.constexpr,
     DECAYS: tl.constexpr,
     GATHERS: tl.constexpr,
     NESTEROV: tl.constexpr,
+    ANCHORED: tl.constexpr,
+    LINEAR: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """Update a block of one of several small tensors, which may have rows of several clients.
@@ -171,6 +235,11 @@ def _step_several(
             change = tl.load(gradients[index] + at, mask=inside, other=0.0)
             rate = tl.load(rates + at // sizes[index], mask=inside, other=0.0).to(tl.float32)
             there = velocities[index] + at if GATHERS else at
+            element = at % sizes[index]
+            anchor, linear = anchors[index], linears[index]
+            change = _penalized(
+                change, value, anchor, linear, element, at, inside, strength, ANCHORED, LINEAR
+            )
             value = _stepped(
                 value, change, there, inside, rate, decay, momentum, kept, DECAYS, GATHERS, NESTEROV
             )
@@ -185,6 +254,8 @@ def _step_by_factors(
     upper: tl.tensor,
     x: tl.tensor,
     velocity: tl.tensor,
+    anchor: tl.tensor,
+    linear: tl.tensor,
     rates: tl.tensor,
     tiles: tl.tensor,
     samples: tl.tensor,
@@ -197,9 +268,12 @@ def _step_by_factors(
     decay: tl.tensor,
     momentum: tl.tensor,
     kept: tl.tensor,
+    strength: tl.tensor,
     DECAYS: tl.constexpr,
     GATHERS: tl.constexpr,
     NESTEROV: tl.constexpr,
+    ANCHORED: tl.constexpr,
+    LINEAR: tl.constexpr,
     PRECISION: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
@@ -212,7 +286,8 @@ def _step_by_factors(
     row = (tile // across) * M + tl.arange(0, M)
     column = (tile % across) * N + tl.arange(0, N)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    at = client * rows * columns + (row[:, None] * columns + column[None, :])
+    element = row[:, None] * columns + column[None, :]
+    at = client * rows * columns + element
     # Loaded first, because it takes longest.
     value = tl.load(param + at, mask=inside, other=0.0)
     rate = tl.load(rates + client).to(tl.float32)
@@ -233,10 +308,79 @@ def _step_by_factors(
         )
         total = add_products(total, change, given, PRECISION)
     there = velocity + at if GATHERS else velocity
+    total = _penalized(
+        total, value, anchor, linear, element, at, inside, strength, ANCHORED, LINEAR
+    )
     value = _stepped(
         value, total, there, inside, rate, decay, momentum, kept, DECAYS, GATHERS, NESTEROV
     )
     tl.store(param + at, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tiles", "first", "width"])
+def _penalty_of_one(
+    param: tl.tensor,
+    anchor: tl.tensor,
+    linear: tl.tensor,
+    partials: tl.tensor,
+    tiles: tl.tensor,
+    size: tl.tensor,
+    first: tl.tensor,
+    width: tl.tensor,
+    half: tl.tensor,
+    ANCHORED: tl.constexpr,
+    LINEAR: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write the penalty on a block of one client's row of a tensor; rows have ``size`` elements.
+
+    A client has ``width`` partial sums, of which those of the tensor begin at ``first``.
+    """
+    client = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    column = tile * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    at = client * size + column
+    value = tl.load(param + at, mask=inside, other=0.0)
+    total = _penalty(value, anchor, linear, column, at, inside, half, ANCHORED, LINEAR)
+    tl.store(partials + client * width + first + tile, total)
+
+
+@triton.jit(do_not_specialize=["clients", "first", "width"])
+def _penalty_of_several(
+    values: tl.tuple,
+    anchors: tl.tuple,
+    linears: tl.tuple,
+    sizes: tl.tuple,
+    partials: tl.tensor,
+    clients: tl.tensor,
+    first: tl.tensor,
+    width: tl.tensor,
+    half: tl.tensor,
+    NUMBER: tl.constexpr,
+    ANCHORED: tl.constexpr,
+    LINEAR: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write the penalty on a block of one client's row of one of several small tensors.
+
+    Partial sums are those of :func:`_penalty_of_one`, tensor after tensor.
+    """
+    block = tl.program_id(0)
+    for index in tl.static_range(NUMBER):
+        tiles = tl.cdiv(sizes[index], BLOCK)
+        if (block >= 0) & (block < tiles * clients):
+            client = block // tiles
+            column = (block % tiles) * BLOCK + tl.arange(0, BLOCK)
+            inside = column < sizes[index]
+            at = client * sizes[index] + column
+            value = tl.load(values[index] + at, mask=inside, other=0.0)
+            anchor, linear = anchors[index], linears[index]
+            total = _penalty(value, anchor, linear, column, at, inside, half, ANCHORED, LINEAR)
+            tl.store(partials + client * width + first + block % tiles, total)
+        # Negative for programs whose tensor has come already.
+        block -= tiles * clients
+        first += tiles
 
 
 def fits(param: Tensor, gradient: Tensor | Factors) -> bool:
@@ -256,6 +400,7 @@ def descend(
     velocities: Sequence[Tensor] | None,
     rates: Tensor,
     rule: Rule,
+    penalties: Penalties | None = None,
 ) -> None:
     """Make one step in place.
 
@@ -272,58 +417,161 @@ def descend(
         Learning rates, ``[clients]`` or a single number. They are rounded to float32.
     rule : Rule
         Momentum and weight decay.
+    penalties : Penalties, optional
+        A penalty on the parameters, float32. Its gradient is added to the others before the rule is
+        applied.
     """
     rates = rates.reshape(-1).contiguous()
-    clients = len(rates)
     kept = [None] * len(params) if velocities is None or not rule.momentum else velocities
-    triples = [
-        triple for triple in zip(params, gradients, kept, strict=True) if triple[0].numel() > 0
-    ]
-    if not triples:
+    entries = _entries(params, gradients, kept, *_tensors_of(penalties, len(params)))
+    if not entries:
         return
+    numbers = (*rule.numbers, 0.0 if penalties is None else penalties.strength)
+    options = rule.options | _options_of(penalties)
     with torch.cuda.device_of(rates):
-        for group in _launches(triples):
-            param, gradient, velocity = group[0]
-            if isinstance(gradient, Factors):
-                _launch_factors(param, gradient, velocity, rates, rule)
+        for group in _launches(entries):
+            if isinstance(group[0][1], Factors):
+                param, factors, velocity, anchor, linear = group[0]
+                _launch_factors(param, factors, velocity, anchor, linear, rates, numbers, options)
             elif len(group) == 1:
-                size = param.numel() // clients
+                size = group[0][0].numel() // len(rates)
                 tiles = triton.cdiv(size, _BLOCK)
-                _step_one[(tiles * clients,)](
+                _step_one[(tiles * len(rates),)](
                     *group[0],
                     rates,
                     tiles,
                     size,
-                    *rule.numbers,
+                    *numbers,
                     BLOCK=_BLOCK,
-                    **rule.options,
+                    **options,
                     **_ROUNDED,
                 )
             else:
-                _launch_several(group, rates, rule)
+                _launch_several(group, rates, numbers, options)
 
 
-def _launch_several(group: list[Any], rates: Tensor, rule: Rule) -> None:
+def penalties_of(params: Sequence[Tensor], penalties: Penalties, rates: Tensor) -> Tensor:
+    """Return every client's penalty in float64, with the shape of ``rates``.
+
+    Programs write partial sums, which are added in a fixed order.
+
+    Parameters
+    ----------
+    params, rates
+        As for :func:`descend`.
+    penalties : Penalties
+        A penalty on the parameters, float32.
+    """
+    clients = rates.numel()
+    groups = list(_launches(_entries(params, *_tensors_of(penalties, len(params)))))
+    # Blocks of a client's row of each tensor.
+    tiles = [
+        [
+            triton.cdiv(size, _BLOCK if len(group) == 1 else _SMALL_BLOCK)
+            for size in _sizes(group, clients)
+        ]
+        for group in groups
+    ]
+    width = sum(map(sum, tiles))
+    partials = torch.empty(clients, width, dtype=torch.float32, device=rates.device)
+    half, options, first = penalties.strength / 2, _options_of(penalties), 0
+    with torch.cuda.device_of(rates):
+        for group, of_group in zip(groups, tiles, strict=True):
+            grid = (sum(of_group) * clients,)
+            if len(group) == 1:
+                size = group[0][0].numel() // clients
+                _penalty_of_one[grid](
+                    *group[0],
+                    partials,
+                    *of_group,
+                    size,
+                    first,
+                    width,
+                    half,
+                    BLOCK=_BLOCK,
+                    **options,
+                )
+            else:
+                _penalty_of_several[grid](
+                    *_columns(group),
+                    _sizes(group, clients),
+                    partials,
+                    clients,
+                    first,
+                    width,
+                    half,
+                    NUMBER=len(group),
+                    BLOCK=_SMALL_BLOCK,
+                    **options,
+                )
+            first += sum(of_group)
+    return partials.sum(1, dtype=torch.float64).view(rates.shape)
+
+
+def _tensors_of(penalties: Penalties | None, count: int) -> tuple[list[Any], list[Any]]:
+    """Return anchors and v of a penalty on so many parameters as kernels read them, or None."""
+    nothing: list[Any] = [None] * count
+    if penalties is None:
+        return nothing, nothing
+    anchors = [each.contiguous() for each in penalties.anchors] if penalties.strength else nothing
+    linear = penalties.linear
+    return anchors, nothing if linear is None else [each.contiguous() for each in linear]
+
+
+def _options_of(penalties: Penalties | None) -> dict[str, Any]:
+    """Return what kernels are compiled for, besides :attr:`Rule.options`."""
+    return {
+        "ANCHORED": penalties is not None and penalties.strength != 0,
+        "LINEAR": penalties is not None and penalties.linear is not None,
+    }
+
+
+def _entries(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Put together what belongs to each parameter, which comes first; leave out empty ones."""
+    return [entry for entry in zip(*lists, strict=True) if entry[0].numel() > 0]
+
+
+def _columns(group: list[Any]) -> list[tuple[Tensor, ...]]:
+    """Return the parameters of a group, then what belongs to them, or parameters for what is None.
+
+    Kernels do not read that, but Triton takes no tuples of None.
+    """
+    params, *others = zip(*group, strict=True)
+    return [params, *(params if each[0] is None else each for each in others)]
+
+
+def _sizes(group: list[Any], clients: int) -> tuple[int, ...]:
+    """Return how many elements a client has of each parameter."""
+    return tuple(entry[0].numel() // clients for entry in group)
+
+
+def _launch_several(
+    group: list[Any], rates: Tensor, numbers: tuple[float, ...], options: dict[str, Any]
+) -> None:
     """Update several small tensors."""
-    params, gradients, velocities = zip(*group, strict=True)
-    blocks = sum(triton.cdiv(param.numel(), _SMALL_BLOCK) for param in params)
+    blocks = sum(triton.cdiv(entry[0].numel(), _SMALL_BLOCK) for entry in group)
     _step_several[(blocks,)](
-        params,
-        gradients,
-        velocities if rule.momentum else params,
-        tuple(param.numel() // len(rates) for param in params),
+        *_columns(group),
+        _sizes(group, len(rates)),
         rates,
         len(rates),
-        *rule.numbers,
+        *numbers,
         NUMBER=len(group),
         BLOCK=_SMALL_BLOCK,
-        **rule.options,
+        **options,
         **_ROUNDED,
     )
 
 
 def _launch_factors(
-    param: Tensor, factors: Factors, velocity: Tensor | None, rates: Tensor, rule: Rule
+    param: Tensor,
+    factors: Factors,
+    velocity: Tensor | None,
+    anchor: Tensor | None,
+    linear: Tensor | None,
+    rates: Tensor,
+    numbers: tuple[float, ...],
+    options: dict[str, Any],
 ) -> None:
     """Update a stack of matrices by the product of two factors."""
     # Neighbours must lie side by side; a view of a larger tensor may stay where it is.
@@ -339,6 +587,8 @@ def _launch_factors(
         upper,
         x,
         velocity,
+        anchor,
+        linear,
         rates,
         tiles,
         samples,
@@ -346,20 +596,20 @@ def _launch_factors(
         columns,
         *upper.stride()[:2],
         *x.stride()[:2],
-        *rule.numbers,
+        *numbers,
         PRECISION=factors.precision,
-        **rule.options,
+        **options,
         **tile,
     )
 
 
-def _launches(triples: list[Any]) -> Iterator[list[Any]]:
+def _launches(entries: list[Any]) -> Iterator[list[Any]]:
     """Divide tensors into those that share a launch. The order of updates does not matter."""
     shares = [
-        param.numel() <= _SMALL and not isinstance(gradient, Factors)
-        for param, gradient, _ in triples
+        entry[0].numel() <= _SMALL and not any(isinstance(each, Factors) for each in entry)
+        for entry in entries
     ]
-    yield from ([triple] for triple, small in zip(triples, shares, strict=True) if not small)
-    together = list(compress(triples, shares))
+    yield from ([entry] for entry, small in zip(entries, shares, strict=True) if not small)
+    together = list(compress(entries, shares))
     for first in range(0, len(together), _TOGETHER):
         yield together[first : first + _TOGETHER]

@@ -19,6 +19,7 @@ from equipoise.checks import within
 from equipoise.errors import InputError
 from equipoise.optimizers import steps
 from equipoise.optimizers.base import Column, Count, OptimizerState, check_rates
+from equipoise.optimizers.penalties import Penalties
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +60,11 @@ class Sgd:
         """With dampening the first step differs from the others."""
         return self.dampening == 0
 
-    def takes_factors(self, lr: Column) -> bool:
-        """Return whether :meth:`step` takes gradients as factors with such a learning rate.
+    def uses_kernels(self, lr: Column) -> bool:
+        """Return whether GPU kernels make steps with such a learning rate.
 
-        See :mod:`equipoise.models.factored`.
+        Then :meth:`step` takes penalties, and gradients as factors: see
+        :mod:`equipoise.models.factored`.
         """
         return steps.kernels_for(lr) is not None
 
@@ -92,17 +94,20 @@ class Sgd:
         state: OptimizerState,
         lr: Column,
         count: Count,
+        penalties: Penalties | None = None,
     ) -> None:
         """Make one step.
 
         On a GPU with learning rates of clients, kernels make it: see
-        :mod:`equipoise.models.update_kernels`. Then gradients may be factors.
+        :mod:`equipoise.models.update_kernels`. Then gradients may be factors, and the gradient of
+        ``penalties`` is added to them.
         """
         updated = steps.updated_by_kernels(
             params,
             gradients,
             state.get("momentum"),
             lr,
+            penalties,
             momentum=self.momentum,
             kept=1 - self._dampening(count),
             nesterov=self.nesterov,
@@ -112,7 +117,10 @@ class Sgd:
             rest = [not done for done in updated]
             params, gradients = list(compress(params, rest)), list(compress(gradients, rest))
             state = {name: list(compress(tensors, rest)) for name, tensors in state.items()}
+            penalties = None if penalties is None else penalties.of(rest)
         if params:
+            if penalties is not None:
+                _, gradients = penalties.added_to(gradients, params)
             self._step_plainly(params, gradients, state, lr, count)
 
     def _step_plainly(

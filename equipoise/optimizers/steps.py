@@ -10,6 +10,7 @@ from torch import Tensor
 
 from equipoise.models.kernel_modules import module_with_triton
 from equipoise.optimizers.base import Column
+from equipoise.optimizers.penalties import Penalties
 
 
 def descended(params: list[Tensor], directions: list[Tensor], lr: Column) -> list[Tensor]:
@@ -79,11 +80,13 @@ def updated_by_kernels(
     gradients: list[Any],
     velocities: list[Tensor] | None,
     lr: Column,
+    penalties: Penalties | None = None,
     **numbers: Any,
 ) -> list[bool]:
     """Make a step of SGD for the parameters that GPU kernels can update, and return which.
 
-    ``numbers`` are those of :class:`equipoise.models.update_kernels.Rule`.
+    The gradient of ``penalties`` is added to theirs. ``numbers`` are those of
+    :class:`equipoise.models.update_kernels.Rule`.
     """
     if (kernels := kernels_for(lr)) is None:
         return [False] * len(params)
@@ -92,5 +95,15 @@ def updated_by_kernels(
         None if each is None else list(compress(each, fit))
         for each in (params, gradients, velocities)
     )
-    kernels.descend(*chosen, lr, kernels.Rule(**numbers))
+    of_chosen = None if penalties is None else penalties.of(fit)
+    kernels.descend(*chosen, lr, kernels.Rule(**numbers), of_chosen)
     return fit
+
+
+def penalties_of(params: list[Tensor], penalties: Penalties, lr: Column) -> Tensor:
+    """Return every client's penalty, from few launches where GPU kernels make the steps."""
+    kernels = kernels_for(lr)
+    if kernels is None or not all(kernels.fits(param, param) for param in params):
+        return penalties.values(params)
+    values: Tensor = kernels.penalties_of(params, penalties, lr)
+    return values

@@ -18,6 +18,7 @@ from torch import nn
 from equipoise.errors import InputError
 from equipoise.method import (
     LocalRule,
+    Penalty,
     Phase,
     personal_loss,
     personal_model,
@@ -530,20 +531,23 @@ def test_one_name_for_two_moving_parameters_is_refused(chunk):
     @dataclass(frozen=True)
     class MovesBoth(LocalRule):
         near: bool
+        penalty: Penalty | None = None
         keeps = "personal.head"
 
         def phases(self):
-            return (Phase(move=("head", "personal.head"), loss=self.loss),)
+            move = "head", "personal.head"
+            return (Phase(move=move, loss=self.loss, penalty=self.penalty),)
 
         def loss(self, client):
             both = client.task_loss() + client.personal().task_loss()
             return both + client.distance_to_received() if self.near else both
 
     rounds_by_engine(MovesBoth(near=False), mlp(), [[0, 1]], chunk=chunk)
-    with pytest.raises(
-        InputError, match="a phase trains both head.weight and personal.head.weight"
-    ):
-        rounds_by_engine(MovesBoth(near=True), mlp(), [[0, 1]], chunk=chunk)
+    for rule in (MovesBoth(near=True), MovesBoth(near=False, penalty=Penalty(0.1))):
+        with pytest.raises(
+            InputError, match="a phase trains both head.weight and personal.head.weight"
+        ):
+            rounds_by_engine(rule, mlp(), [[0, 1]], chunk=chunk)
 
 
 # ---- several batches a step ----------------------------------------------------------------------

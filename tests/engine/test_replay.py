@@ -281,6 +281,7 @@ def trained(method, what, recorder=None, *, shapes=None, rounds=4):
     [
         ("fedavg", "images"),
         ("scaffold", "images"),
+        ("feddyn", "images"),
         ("fedrep", "images"),
         ("ditto", "images"),
         ("perfedavg, hessian", "images"),

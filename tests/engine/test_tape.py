@@ -16,12 +16,14 @@ from equipoise.engine.settings import Machine, Training
 from equipoise.engine.tape import RUNS_BEFORE, NotRecordable, Tapes, record
 from equipoise.method import LocalRule, Method, Phase
 from equipoise.methods import build
+from equipoise.methods.fedsam import SharpnessGradient
 from equipoise.models.base import Model
 from equipoise.optimizers import Adam, Schedule, Sgd
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
 from tests.engine.every_method import SETTINGS, fits, trained_by
 from tests.engine.federations import images
+from tests.engine.local_rules import Declared
 
 
 def drawn(*shape, seed=0):
@@ -291,6 +293,14 @@ def test_a_rule_that_follows_the_learning_rate_is_recorded_for_each_rate():
     assert torch.equal(found.global_model["head.weight"], wanted.global_model["head.weight"])
     # A step uses two batches, so there is one a round.
     assert found.engine.workshop._tapes.repeated == 2 * (8 - RUNS_BEFORE - 2)
+
+
+def test_a_penalty_in_the_losses_of_a_gradient_rule_is_recorded():
+    rule = Declared(phase=Phase(gradient=SharpnessGradient(0.05)))
+    method = replace(build("fedavg"), local=rule)
+    found, wanted = (run(method, machine={"replay": replay}) for replay in (True, False))
+    assert torch.equal(found.global_model["head.weight"], wanted.global_model["head.weight"])
+    assert found.engine.workshop._tapes.repeated == 16 - RUNS_BEFORE - 2
 
 
 def test_samples_on_disk_are_read_and_not_recorded(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,16 +17,19 @@ from equipoise.client_index import ClientIndex
 from equipoise.engine import delivered
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
-from equipoise.method import State
+from equipoise.method import Phase, State
 from equipoise.methods import build, describe, names
 from equipoise.methods.client2vec import USES, rested, similar_weights
+from equipoise.methods.feddyn import FedDyn
 from equipoise.optimizers import Sgd
 from equipoise.privacy import gaussian_epsilon
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
+from equipoise.tree import inner_product
 from tests.engine.comparison import distance
 from tests.engine.every_method import fitting
 from tests.engine.federations import images
+from tests.engine.local_rules import Written
 from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm
 from tests.methods.plain_rounds import (
     COHORTS,
@@ -313,6 +316,47 @@ def test_rounds_equal_a_plain_loop(path, factor, orthogonal, unit, chunk):
     )
     found = play(method, data, with_projection(index), COHORTS, chunk=chunk, **FULL_BATCHES)
     assert_equal(found.model, module)
+
+
+@dataclass(frozen=True)
+class WrittenFedDyn(FedDyn):
+    """FedDyn with its terms in the loss."""
+
+    def phases(self):
+        return (Phase(loss=self.loss),)
+
+    def loss(self, client):
+        linear = inner_product(client.moved(), client.memory["dual"])
+        return client.task_loss() - linear + self.alpha / 2 * client.distance_to_received()
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("host", ["fedprox", "feddyn"])
+def test_the_hosts_penalty_is_on_the_projection_too(host, path, chunk):
+    written = {
+        "fedprox": build("fedavg", local=Written(0.5, sloped=False)),
+        "feddyn": replace(build("feddyn"), local=WrittenFedDyn(0.5)),
+    }
+    strength = {"fedprox": "mu", "feddyn": "alpha"}[host]
+    weaker, declared = (build(host, **{strength: value}) for value in (0.4, 0.5))
+    ours, wanted, others = (
+        play(
+            build("client2vec", uses=["training"], index=path, host=each),
+            federation(),
+            with_projection(random_index()),
+            COHORTS,
+            chunk=chunk,
+            **FULL_BATCHES,
+        ).updates
+        for each in (declared, written[host], weaker)
+    )
+    for found, own, other in zip(ours, wanted, others, strict=True):
+        assert distance(found.params, own.params) <= 1e-9
+        assert found.reports["method_terms"].tolist() == pytest.approx(
+            own.reports["method_terms"].tolist(), abs=1e-9
+        )
+        for name in ("projection.weight", "projection_head.weight"):
+            assert not torch.allclose(found.params[name], other.params[name], rtol=1e-6, atol=0)
 
 
 def test_the_model_gets_a_projection_as_wide_as_the_index(path):

@@ -18,12 +18,14 @@ from equipoise.engine.workshop import Workshop
 from equipoise.methods import build
 from equipoise.models.base import Model
 from equipoise.optimizers import Adam, Sgd, steps
+from equipoise.optimizers.penalties import Penalties
 from equipoise.phases import plain_gradient
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
 from tests.engine.comparison import distance
 from tests.engine.federations import images
 from tests.engine.gpu import needs_gpu
+from tests.engine.local_rules import Written
 from tests.engine.rerun import Rerun
 
 pytest.importorskip("triton", reason="needs Triton, which is not made for this system")
@@ -55,6 +57,26 @@ def test_a_step_by_factors(samples, rows, columns, precision):
     update_kernels.descend([weight], [Factors(upper, x, precision)], None, lr.double(), Rule())
     error = (weight - wanted).abs().max() / wanted.abs().max()
     assert error <= ERROR[precision]
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.6])
+@pytest.mark.parametrize("sloped", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(5, 7), (70, 66)], ids=str)
+def test_a_step_by_factors_adds_the_gradient_of_a_penalty(rows, columns, sloped, strength):
+    """Before weight decay and momentum."""
+    upper, x = normal(CLIENTS, SAMPLES, rows), normal(CLIENTS, SAMPLES, columns, seed=1)
+    weight, lr = normal(CLIENTS, rows, columns, seed=2), torch.tensor([0.5, 0.25]).to(DEVICE)
+    anchor, slope = normal(columns, rows, seed=3).mT, normal(CLIENTS, rows, columns, seed=4)
+    velocity = normal(CLIENTS, rows, columns, seed=5)
+    gradient = upper.double().mT @ x.double() + strength * (weight.double() - anchor)
+    gradient += slope.double() if sloped else 0
+    moved = 0.5 * velocity.double() + gradient + 0.1 * weight
+    wanted = weight - lr.view(-1, 1, 1).double() * moved
+    penalties = Penalties(strength, [anchor], [slope] if sloped else None)
+    factors, rule = Factors(upper, x, "ieee"), Rule(momentum=0.5, decay=0.1)
+    update_kernels.descend([weight], [factors], [velocity], lr.double(), rule, penalties)
+    for found, own in ((weight, wanted), (velocity, moved)):
+        assert (found - own).abs().max() / own.abs().max() <= ERROR["ieee"]
 
 
 @pytest.mark.parametrize("lowered", [False, True])
@@ -268,7 +290,14 @@ CASES = {
     "fedavg": ({}, True),
     "momentum": ({"optimizer": Sgd(lr=0.1, momentum=0.5, weight_decay=0.1)}, True),
     "nesterov": ({"optimizer": Sgd(lr=0.1, momentum=0.5, nesterov=True)}, True),
-    "fedprox": ({"method": {"name": "fedprox", "mu": 0.5}}, False),
+    "fedprox": ({"method": {"name": "fedprox", "mu": 0.5}}, True),
+    "feddyn": ({"method": "feddyn", "optimizer": Sgd(lr=0.1, weight_decay=0.1)}, True),
+    "scaffold": ({"method": "scaffold"}, True),
+    "ditto": ({"method": "ditto"}, True),
+    "a distance in the loss": (
+        {"method": {"name": "fedavg", "local": Written(0.5, sloped=False)}},
+        False,
+    ),
     "clipping": ({"clip": 0.1}, False),
     "another gradient": ({"method": "perfedavg"}, False),
     "another optimizer": ({"optimizer": Adam(lr=0.01)}, False),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from equipoise.optimizers import Sgd, steps
+from equipoise.optimizers.penalties import Penalties
 
 pytest.importorskip("triton", reason="needs Triton, which is not made for this system")
 
@@ -27,6 +28,8 @@ RULES = {
     "nesterov": {"momentum": 0.7, "nesterov": True},
     "all": {"momentum": 0.7, "nesterov": True, "weight_decay": 0.05},
 }
+# The strength of a penalty, and whether it has a linear part.
+PENALTIES = {"anchors": (0.7, False), "linear": (0.0, True), "both": (0.7, True)}
 
 
 def normal(*shape, seed=0):
@@ -34,12 +37,12 @@ def normal(*shape, seed=0):
     return torch.from_numpy(values).float().to(DEVICE)
 
 
-def assert_same(found, wanted):
+def assert_same(found, wanted, atol=3e-7):
     for own, other in zip(found, wanted, strict=True):
         if DEVICE == "cuda":
             assert torch.equal(own, other)
         else:
-            torch.testing.assert_close(own, other, rtol=1e-6, atol=3e-7)
+            torch.testing.assert_close(own, other, rtol=1e-6, atol=atol)
 
 
 @pytest.fixture
@@ -60,7 +63,19 @@ def launches(monkeypatch):
     return sizes
 
 
-def trajectory(optimizer, clients, active=None, gradient=lambda step: step):
+def penalties_on(clients, strength, sloped):
+    """A penalty on parameters of the shapes; some anchors are views of larger tensors."""
+    anchors = [normal(*shape, 2, seed=50 + i)[..., 0] for i, shape in enumerate(SHAPES)]
+    linear = [normal(clients, *shape, seed=70 + i) for i, shape in enumerate(SHAPES)]
+    return Penalties(strength, anchors, linear if sloped else None)
+
+
+def of_first(penalties, rows):
+    """The penalty on the first clients of a stack."""
+    return penalties._replace(linear=penalties.linear and list(map(rows, penalties.linear)))
+
+
+def trajectory(optimizer, clients, active=None, gradient=lambda step: step, penalty=None):
     """Make steps on the first clients of a stack, and return parameters and state."""
     params = [normal(clients, *shape, seed=i) for i, shape in enumerate(SHAPES)]
     state = optimizer.begin(params)
@@ -70,6 +85,7 @@ def trajectory(optimizer, clients, active=None, gradient=lambda step: step):
     def rows(tensor):
         return tensor[0] if active == 1 else tensor[:active]
 
+    penalties = None if penalty is None else of_first(penalties_on(clients, *penalty), rows)
     for count in range(1, STEPS + 1):
         gradients = [
             gradient(normal(clients, *shape, seed=100 * count + i))
@@ -81,6 +97,7 @@ def trajectory(optimizer, clients, active=None, gradient=lambda step: step):
             {name: [rows(tensor) for tensor in tensors] for name, tensors in state.items()},
             rows(lr),
             count,
+            penalties,
         )
     return [*params, *state.get("momentum", [])]
 
@@ -147,3 +164,74 @@ def test_a_stack_of_nothing(launches):
     param = torch.zeros(2, 0, device=DEVICE)
     Sgd(lr=0.5).step([param], [param], {}, torch.ones(2, dtype=torch.float64, device=DEVICE), 1)
     assert launches == []
+
+
+@pytest.mark.parametrize("active", [3, 2, 1])
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("rule", ["plain", "decay", "all"])
+def test_steps_add_the_gradient_of_a_penalty(rule, penalty, active, launches, monkeypatch):
+    """Before decay and momentum."""
+    optimizer, given = Sgd(lr=0.1, **RULES[rule]), {"penalty": PENALTIES[penalty]}
+    found = trajectory(optimizer, CLIENTS, active, **given)
+    assert len(launches) == STEPS
+    assert_same(found, plain(monkeypatch, optimizer, CLIENTS, active, **given), atol=1e-6)
+    for own, other in zip(found, trajectory(optimizer, CLIENTS, active), strict=True):
+        assert float((own - other).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_a_penalty_on_tensors_that_are_updated_plainly(penalty, launches, monkeypatch):
+    def transposed(gradient):
+        return gradient.mT.contiguous().mT if gradient.dim() == 3 else gradient
+
+    optimizer = Sgd(lr=0.1, **RULES["all"])
+    given = {"gradient": transposed, "penalty": PENALTIES[penalty]}
+    found = trajectory(optimizer, CLIENTS, **given)
+    assert sum(launches[0]) < len(SHAPES)
+    assert_same(found, plain(monkeypatch, optimizer, CLIENTS, **given), atol=1e-6)
+
+
+@pytest.mark.parametrize("active", [3, 2, 1])
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("together", [16, 1])
+def test_the_value_of_a_penalty(together, penalty, active, launches, monkeypatch):
+    """s/2 ‖w − anchor‖² + ⟨w, v⟩ of every client, and the same bits twice."""
+    monkeypatch.setattr(update_kernels, "_TOGETHER", min(together, update_kernels._TOGETHER))
+
+    def rows(tensor):
+        return tensor[0] if active == 1 else tensor[:active]
+
+    params = [normal(CLIENTS, *shape, seed=i) for i, shape in enumerate(SHAPES)]
+    params.append(torch.zeros(CLIENTS, 0, device=DEVICE))
+    strength, sloped = PENALTIES[penalty]
+    penalties = penalties_on(CLIENTS, strength, sloped)
+    penalties.anchors.append(params[-1][0])
+    if sloped:
+        penalties.linear.append(params[-1])
+    wanted = torch.zeros(CLIENTS, dtype=torch.float64, device=DEVICE)
+    for index, param in enumerate(params):
+        way = (param.double() - penalties.anchors[index].double()).reshape(CLIENTS, -1)
+        wanted += strength / 2 * way.square().sum(1)
+        if sloped:
+            product = param.double() * penalties.linear[index].double()
+            wanted += product.reshape(CLIENTS, -1).sum(1)
+    lr = rows(torch.ones(CLIENTS, dtype=torch.float64, device=DEVICE))
+    chosen = [rows(param) for param in params]
+    found, again = (steps.penalties_of(chosen, of_first(penalties, rows), lr) for _ in range(2))
+    torch.testing.assert_close(found, rows(wanted), rtol=1e-5, atol=1e-4)
+    assert torch.equal(found, again)
+    shared = [8, 1, 1] if active > 1 else [10]
+    assert sorted(launches[0], reverse=True) == (
+        shared if update_kernels._TOGETHER > 1 else [1] * len(SHAPES)
+    )
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_the_value_of_a_penalty_on_other_tensors(penalty, launches):
+    """Kernels read float32 only."""
+    params = [normal(CLIENTS, *shape, seed=i).double() for i, shape in enumerate(SHAPES)]
+    penalties = penalties_on(CLIENTS, *PENALTIES[penalty])
+    lr = torch.ones(CLIENTS, dtype=torch.float64, device=DEVICE)
+    found = steps.penalties_of(params, penalties, lr)
+    assert launches == []
+    assert torch.equal(found, penalties.values(params))
