@@ -141,6 +141,36 @@ def chosen_rows(stacks: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
     return made
 
 
+def put_rows(targets: Sequence[Tensor], sources: Sequence[Tensor], places: Tensor) -> None:
+    """Copy the rows of stacked tensors to places in other stacked tensors of the same types.
+
+    Parameters
+    ----------
+    targets, sources : sequence of Tensor
+        ``[K, ...]`` and ``[R, ...]`` each. Rows of the targets are contiguous.
+    places : Tensor
+        The rows of the targets that become those of the sources, ``[R]``, all different, int64, on
+        any device.
+
+    Examples
+    --------
+    >>> stack = torch.zeros(3, 1)
+    >>> put_rows([stack], [torch.tensor([[1.0], [2.0]])], torch.tensor([2, 0]))
+    >>> stack
+    tensor([[2.],
+            [0.],
+            [1.]])
+    """
+    if not targets or not len(places):
+        return
+    if (kernels := _serving([*targets, *sources], _COPIED)) is not None:
+        rows = torch.arange(len(places), device=places.device)
+        kernels.copy_rows(targets, [_in_rows(source) for source in sources], rows, places)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.index_copy_(0, places.to(target.device), source.to(target.device))
+
+
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy tensors onto others of the same shapes, with few launches for all of the same type.
 
@@ -163,7 +193,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
             torch._foreach_copy_(into, of)
         else:
             # PyTorch would launch one copy per tensor here.
-            kernels.copy_rows(into, of, torch.arange(len(into[0]), device=into[0].device))
+            kernels.copy_rows(into, of, torch.arange(len(into[0])))
 
 
 def _repeats_a_row(target: Tensor, source: Tensor) -> bool:

@@ -20,7 +20,7 @@ from equipoise.models.base import Model
 from equipoise.random import seeded
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
-from equipoise.stacks import chosen_rows, copy_all, weighted_sums
+from equipoise.stacks import chosen_rows, copy_all, put_rows, weighted_sums
 from tests.engine.comparison import distance
 from tests.engine.federations import images
 from tests.engine.rerun import Rerun
@@ -98,6 +98,22 @@ def test_rows_are_chosen_in_every_layout(called):
     assert called in (None, ["copy_rows"])
     flags = torch.tensor([True, False, True], device=DEVICE)
     assert chosen_rows([flags], rows)[0].tolist() == [True, True, True]
+
+
+def test_rows_are_put_into_their_places_from_every_layout(called):
+    places = torch.tensor([4, 0, 2])
+    sources = layouts()
+    targets = [torch.full((5, *source.shape[1:]), 7, dtype=source.dtype) for source in sources]
+    targets = [target.to(DEVICE) for target in targets]
+    put_rows(targets, [source[:3] for source in sources], places)
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target[places.to(DEVICE)], source[:3])
+        assert (target[[1, 3]] == 7).all()
+    assert called in (None, ["copy_rows"])
+    flags = torch.zeros(3, dtype=torch.bool, device=DEVICE)
+    put_rows([flags], [torch.ones(1, dtype=torch.bool)], torch.tensor([1]))
+    assert flags.tolist() == [False, True, False]
+    put_rows([], [], torch.tensor([], dtype=torch.int64))
 
 
 def test_all_tensors_are_copied_whatever_their_layout_and_type(called):

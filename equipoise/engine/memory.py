@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from equipoise import reused_memory
 from equipoise.errors import InputError
 from equipoise.samples import kind_of
+from equipoise.stacks import chosen_rows, copy_all, put_rows
 from equipoise.tree import Tree
 
 Memory = dict[str, Tree]
@@ -132,18 +134,34 @@ class MemoryStore:
         trees = {**{name: self._zeros(name) for name in maybe}, **first}
         if not any(trees.values()):
             return memory, seen
-        where = torch.from_numpy(np.flatnonzero(slots >= 0)).to(device)
-        source = torch.from_numpy(slots[slots >= 0]).to(device)
-        for tree, values in trees.items():
-            if not values:
-                continue
-            memory[tree] = {}
-            for name, value in values.items():
-                stack = value.expand(len(clients), *value.shape).clone()
-                if len(source):
-                    stack[where] = self._stacks[f"{tree}/{name}"][source].to(stack.device)
-                memory[tree][name] = stack
+        leaves = [(tree, name) for tree, values in trees.items() for name in values]
+        made = self._rows(slots, [(f"{t}/{n}", trees[t][n]) for t, n in leaves], device)
+        for (tree, name), stack in zip(leaves, made, strict=True):
+            memory.setdefault(tree, {})[name] = stack
         return memory, seen
+
+    def _rows(
+        self,
+        slots: NDArray[np.int64],
+        firsts: Sequence[tuple[str, Tensor]],
+        device: torch.device | None,
+    ) -> list[Tensor]:
+        """Stack rows of stored tensors, and first values where the slot is -1."""
+        known = np.flatnonzero(slots >= 0)
+        stored = []
+        if len(known):
+            stored = chosen_rows(
+                [self._stacks[name] for name, _ in firsts], torch.from_numpy(slots[known])
+            )
+            stored = [stack.to(device or stack.device) for stack in stored]
+        if len(known) == len(slots):
+            return stored
+        repeated = [first.expand(len(slots), *first.shape) for _, first in firsts]
+        made = [reused_memory.empty(each.shape, each.dtype, each.device) for each in repeated]
+        copy_all(made, repeated)
+        if stored:
+            put_rows(made, stored, torch.from_numpy(known))
+        return made
 
     def newest(
         self, clients: NDArray[np.int64], first: Memory, device: torch.device | None = None
@@ -158,11 +176,13 @@ class MemoryStore:
         memory, _ = self.read(clients, first, device)
         for owners, flat in self._pending:
             _, here, there = np.intersect1d(clients, owners, return_indices=True)
-            for tree, values in memory.items():
-                for name, stack in values.items():
-                    rows = flat[f"{tree}/{name}"]
-                    new = rows[torch.from_numpy(there).to(rows.device)]
-                    stack[torch.from_numpy(here).to(stack.device)] = new.to(stack.device)
+            stacks = {
+                f"{tree}/{name}": stack
+                for tree, values in memory.items()
+                for name, stack in values.items()
+            }
+            new = chosen_rows([flat[name] for name in stacks], torch.from_numpy(there))
+            put_rows(list(stacks.values()), new, torch.from_numpy(here))
         return memory
 
     def _zeros(self, tree: str) -> Tree:
@@ -202,8 +222,8 @@ class MemoryStore:
             for client in clients:
                 self._slot.setdefault(int(client), len(self._slot))
             slots = torch.tensor([self._slot[int(client)] for client in clients])
-            for name, stack in flat.items():
-                self._room(name, stack)[slots.to(stack.device)] = stack
+            rooms = [self._room(name, stack) for name, stack in flat.items()]
+            put_rows(rooms, list(flat.values()), slots)
         self._pending.clear()
 
     def _room(self, name: str, like: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ from equipoise.errors import InputError
 from equipoise.method import Phase, PlainGradient
 from equipoise.optimizers import Count, OptimizerState, Sgd
 from equipoise.optimizers.penalties import Penalties, Room
-from equipoise.optimizers.steps import penalties_of
 from equipoise.random import Purpose, fold_tensor
 from equipoise.tree import PERSONAL, norms, scaled, select
 
@@ -275,21 +274,8 @@ class PhaseRun:
         """Make a step with tensor operations only, so that a GPU can replay them."""
         active, together = self._active, self.batches.a_step
         found = self._gradient(inputs, step)
-        gradients, losses = found.gradients, found.losses
-        # The penalty that is left to the kernels of the optimizer.
-        left: Penalties | None = None
         with torch.no_grad():
-            if self._plain and self._penalties is not None:
-                values, gradients, left = self._penalized(self._penalties, gradients)
-                losses = losses + values
-            if self.pace.clip is not None:
-                gradients = _clip(gradients, self.pace.clip, stacked=active > 1)
-            given = self._rows.moving, gradients, self._state, self._lr, inputs.number
-            optimizer = self.pace.optimizer
-            if left is not None and isinstance(optimizer, Sgd):
-                optimizer.step(*given, left)
-            else:
-                optimizer.step(*given)
+            losses = self._descend(found.gradients, inputs.number, found.losses)
             for name, new in found.statistics.items():
                 self._rows.fixed[name].copy_(new)
             samples = inputs.counts if together == 1 else inputs.counts.sum(1)
@@ -298,18 +284,21 @@ class PhaseRun:
             if self.phase.adds_terms:
                 self.task_losses[:active].addcmul_(found.task_losses, samples)
 
-    def _penalized(
-        self, penalties: Penalties, gradients: list[Any]
-    ) -> tuple[Tensor, list[Any], Penalties | None]:
-        """Return every client's penalty, and the gradients with that of the penalty.
-
-        If kernels make the steps, they add it: then the gradients are as before, and the penalty is
-        returned, too.
-        """
-        params = self._rows.moving
-        if self._uses_kernels():
-            return penalties_of(params, penalties, self._lr), gradients, penalties
-        return *penalties.added_to(gradients, params, self._room), None
+    def _descend(self, gradients: list[Any], number: Count, losses: Tensor) -> Tensor:
+        """Make a step of the optimizer, and return losses with the penalty before the step."""
+        params, optimizer = self._rows.moving, self.pace.optimizer
+        penalties = self._penalties if self._plain else None
+        if penalties is not None and isinstance(optimizer, Sgd) and self._uses_kernels():
+            return losses + optimizer.penalized_step(
+                params, gradients, self._state, self._lr, number, penalties
+            )
+        if penalties is not None:
+            values, gradients = penalties.added_to(gradients, params, self._room)
+            losses = losses + values
+        if self.pace.clip is not None:
+            gradients = _clip(gradients, self.pace.clip, stacked=self._active > 1)
+        optimizer.step(params, gradients, self._state, self._lr, number)
+        return losses
 
     def _gradient(self, inputs: StepInput, step: int) -> StepGradient:
         """Return the gradient of a step, from a tape if there is one."""

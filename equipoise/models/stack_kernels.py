@@ -64,22 +64,22 @@ def _sum(
     tl.store(target + column, total.to(like.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["clients"])
+@triton.jit(do_not_specialize=["number"])
 def _copy(
     table: tl.tensor,
     rows: tl.tensor,
     like: tl.tensor,
-    clients: tl.tensor,
+    number: tl.tensor,
     TENSORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Copy a block of the row of one client."""
-    client = tl.program_id(0) % clients
-    of_tensor, column, inside = _place(table, tl.program_id(0) // clients, TENSORS, BLOCK)
+    """Copy a block of one of the rows of a tensor."""
+    which = tl.program_id(0) % number
+    of_tensor, column, inside = _place(table, tl.program_id(0) // number, TENSORS, BLOCK)
     target = tl.load(of_tensor + TENSORS).to(like.dtype)
     source = tl.load(of_tensor + 2 * TENSORS).to(like.dtype)
-    source += tl.load(rows + client) * tl.load(of_tensor + 3 * TENSORS)
-    target += client * tl.load(of_tensor + 4 * TENSORS)
+    source += tl.load(rows + which) * tl.load(of_tensor + 3 * TENSORS)
+    target += tl.load(rows + number + which) * tl.load(of_tensor + 4 * TENSORS)
     tl.store(target + column, tl.load(source + column, mask=inside), mask=inside)
 
 
@@ -120,8 +120,13 @@ def weighted_sums(stacks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
     return sums
 
 
-def copy_rows(targets: Sequence[Tensor], sources: Sequence[Tensor], rows: Tensor) -> None:
-    """Copy rows of stacked tensors onto other stacked tensors of the same types.
+def copy_rows(
+    targets: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    rows: Tensor,
+    places: Tensor | None = None,
+) -> None:
+    """Copy rows of stacked tensors onto rows of other stacked tensors of the same types.
 
     Parameters
     ----------
@@ -129,18 +134,23 @@ def copy_rows(targets: Sequence[Tensor], sources: Sequence[Tensor], rows: Tensor
         ``[clients, ...]`` each, with contiguous rows. A source may be expanded along its leading
         axis: then all rows are the same memory.
     rows : Tensor
-        For each row of a target the row of the source, int64, on any device.
+        The rows of the source that are copied, int64, on any device.
+    places : Tensor, optional
+        The rows of the target that they are copied to, different from each other, int64, on the
+        same device as ``rows``. By default the first ones.
     """
-    device = targets[0].device
-    rows = rows.to(device, non_blocking=True)
+    device, number = targets[0].device, len(rows)
+    if places is None:
+        places = torch.arange(number, device=rows.device)
+    both = torch.cat([rows, places]).to(device, non_blocking=True)
     with torch.cuda.device_of(targets[0]):
         for into, of in _groups(targets, sources):
             table, blocks = _table(into, of, _COPIED)
-            _copy[(blocks * len(rows),)](
+            _copy[(blocks * number,)](
                 table.to(device, non_blocking=True),
-                rows,
+                both,
                 into[0],
-                len(rows),
+                number,
                 TENSORS=table.shape[1],
                 BLOCK=_COPIED,
             )

@@ -2,8 +2,9 @@
 
 A step reads a parameter and its gradient once, and writes the parameter once. With momentum it also
 reads and writes the velocity. Small tensors share a launch. A gradient may be given as two factors,
-whose product is made where it is used and never written to memory. The gradient of a penalty on the
-parameters is added there, too; its value has kernels of its own.
+whose product is made where it is used and never written to memory. A penalty on the parameters is
+part of the step, too: its gradient is added, and its value before the step is written as partial
+sums.
 
 The arithmetic of a step is that of PyTorch's operations on a GPU, so results have the same bits.
 Each element is computed from its own client's values only, in a fixed order. Only imported if
@@ -12,7 +13,7 @@ Triton is installed: see ``equipoise.models.kernel_modules``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Any
@@ -38,8 +39,8 @@ _TOGETHER = 16 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 4) e
 # As ``torch.addcmul`` does, steps round the product of gradient and learning rate, and then the
 # difference. The compiler must not join the two. Where PyTorch rounds once, kernels use ``tl.fma``.
 _ROUNDED = {"enable_fp_fusion": False}
-# Rows, columns and samples of a product of factors that a program makes.
-_TILE = {"M": 64, "N": 64, "K": 16, "num_warps": 4, "num_stages": 1}
+# Rows and columns of a product of factors that a program makes.
+_TILE = {"M": 64, "N": 64, "num_warps": 4, "num_stages": 1}
 
 
 @dataclass(frozen=True)
@@ -89,50 +90,39 @@ class Rule:
 
 
 @triton.jit
+def _loaded(
+    pointer: tl.tensor, at: tl.tensor, inside: tl.tensor, EXISTS: tl.constexpr
+) -> tl.tensor:
+    """Load a block of numbers, or return zero if there are none."""
+    values = 0.0
+    if EXISTS:
+        values = tl.load(pointer + at, mask=inside, other=0.0)
+    return values
+
+
+@triton.jit
 def _penalized(
     gradient: tl.tensor,
     value: tl.tensor,
     anchor: tl.tensor,
     linear: tl.tensor,
-    element: tl.tensor,
-    at: tl.tensor,
-    inside: tl.tensor,
     strength: tl.tensor,
     ANCHORED: tl.constexpr,
     LINEAR: tl.constexpr,
-) -> tl.tensor:
-    """Add the gradient of a penalty to that of a block of parameters.
+) -> tuple[tl.tensor, ...]:
+    """Add the gradient of a penalty to that of a block of parameters, and return the penalty, too.
 
-    They are at ``at`` in the stack, and at ``element`` in the row of their client.
+    It is one number per parameter.
     """
+    penalty = tl.zeros_like(value)
     if ANCHORED:
-        difference = value - tl.load(anchor + element, mask=inside, other=0.0)
+        difference = value - anchor
         gradient = tl.fma(difference, strength, gradient)
+        penalty += 0.5 * strength * difference * difference
     if LINEAR:
-        gradient += tl.load(linear + at, mask=inside, other=0.0)
-    return gradient
-
-
-@triton.jit
-def _penalty(
-    value: tl.tensor,
-    anchor: tl.tensor,
-    linear: tl.tensor,
-    element: tl.tensor,
-    at: tl.tensor,
-    inside: tl.tensor,
-    half: tl.tensor,
-    ANCHORED: tl.constexpr,
-    LINEAR: tl.constexpr,
-) -> tl.tensor:
-    """Return the penalty on a block of parameters; ``half`` is half of its strength."""
-    total = tl.zeros_like(value)
-    if ANCHORED:
-        difference = value - tl.load(anchor + element, mask=inside, other=0.0)
-        total += half * difference * difference
-    if LINEAR:
-        total += value * tl.load(linear + at, mask=inside, other=0.0)
-    return tl.sum(total, axis=0)
+        gradient += linear
+        penalty += value * linear
+    return gradient, penalty
 
 
 @triton.jit
@@ -140,7 +130,6 @@ def _stepped(
     value: tl.tensor,
     gradient: tl.tensor,
     velocity: tl.tensor,
-    inside: tl.tensor,
     rate: tl.tensor,
     decay: tl.tensor,
     momentum: tl.tensor,
@@ -148,19 +137,17 @@ def _stepped(
     DECAYS: tl.constexpr,
     GATHERS: tl.constexpr,
     NESTEROV: tl.constexpr,
-) -> tl.tensor:
-    """Return parameters after a step, and update the velocity, to which ``velocity`` points."""
+) -> tuple[tl.tensor, ...]:
+    """Return parameters and velocities after a step."""
     if DECAYS:
         gradient = tl.fma(value, decay, gradient)
     if GATHERS:
-        before = tl.load(velocity, mask=inside, other=0.0)
-        after = tl.fma(gradient, kept, before * momentum)
-        tl.store(velocity, after, mask=inside)
-        gradient = tl.fma(after, momentum, gradient) if NESTEROV else after
-    return value - gradient * rate
+        velocity = tl.fma(gradient, kept, velocity * momentum)
+        gradient = tl.fma(velocity, momentum, gradient) if NESTEROV else velocity
+    return value - gradient * rate, velocity
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["tiles", "width"])
 def _step_one(
     param: tl.tensor,
     gradient: tl.tensor,
@@ -168,6 +155,8 @@ def _step_one(
     anchor: tl.tensor,
     linear: tl.tensor,
     rates: tl.tensor,
+    partials: tl.tensor,
+    width: tl.tensor,
     tiles: tl.tensor,
     size: tl.tensor,
     decay: tl.tensor,
@@ -181,25 +170,39 @@ def _step_one(
     LINEAR: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Update a block of one client's row of a tensor; rows have ``size`` elements."""
+    """Update a block of one client's row of a tensor; rows have ``size`` elements.
+
+    With a penalty, every program writes a partial sum; a client has ``width`` of them in all.
+    """
     client = (tl.program_id(0) // tiles).to(tl.int64)
-    column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    tile = tl.program_id(0) % tiles
+    column = tile * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     at = client * size + column
     value = tl.load(param + at, mask=inside, other=0.0)
     change = tl.load(gradient + at, mask=inside, other=0.0)
     rate = tl.load(rates + client).to(tl.float32)
-    there = velocity + at if GATHERS else velocity
-    change = _penalized(
-        change, value, anchor, linear, column, at, inside, strength, ANCHORED, LINEAR
+    change, penalty = _penalized(
+        change,
+        value,
+        _loaded(anchor, column, inside, ANCHORED),
+        _loaded(linear, at, inside, LINEAR),
+        strength,
+        ANCHORED,
+        LINEAR,
     )
-    value = _stepped(
-        value, change, there, inside, rate, decay, momentum, kept, DECAYS, GATHERS, NESTEROV
+    if ANCHORED or LINEAR:
+        tl.store(partials + client * width + tile, tl.sum(penalty))
+    before = _loaded(velocity, at, inside, GATHERS)
+    value, after = _stepped(
+        value, change, before, rate, decay, momentum, kept, DECAYS, GATHERS, NESTEROV
     )
     tl.store(param + at, value, mask=inside)
+    if GATHERS:
+        tl.store(velocity + at, after, mask=inside)
 
 
-@triton.jit(do_not_specialize=["clients"])
+@triton.jit(do_not_specialize=["clients", "width"])
 def _step_several(
     values: tl.tuple,
     gradients: tl.tuple,
@@ -208,6 +211,8 @@ def _step_several(
     linears: tl.tuple,
     sizes: tl.tuple,
     rates: tl.tensor,
+    partials: tl.tensor,
+    width: tl.tensor,
     clients: tl.tensor,
     decay: tl.tensor,
     momentum: tl.tensor,
@@ -221,34 +226,58 @@ def _step_several(
     LINEAR: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Update a block of one of several small tensors, which may have rows of several clients.
+    """Update a block of one of several small tensors.
+
+    A block may have rows of several clients, but not with a penalty: then a client's partial sums
+    are those of its own blocks, tensor after tensor.
 
     No argument may be named ``params``, which is a variable of Triton's launcher.
     """
     block = tl.program_id(0)
     for index in tl.static_range(NUMBER):
-        elements = clients * sizes[index]
-        if (block >= 0) & (block * BLOCK < elements):
-            at = block * BLOCK + tl.arange(0, BLOCK)
-            inside = at < elements
+        if ANCHORED or LINEAR:
+            tiles = tl.cdiv(sizes[index], BLOCK)
+            blocks = tiles * clients
+        else:
+            blocks = tl.cdiv(clients * sizes[index], BLOCK)
+        if (block >= 0) & (block < blocks):
+            if ANCHORED or LINEAR:
+                element = block % tiles * BLOCK + tl.arange(0, BLOCK)
+                inside = element < sizes[index]
+                at = block // tiles * sizes[index] + element
+            else:
+                at = block * BLOCK + tl.arange(0, BLOCK)
+                inside = at < clients * sizes[index]
+                element = at
             value = tl.load(values[index] + at, mask=inside, other=0.0)
             change = tl.load(gradients[index] + at, mask=inside, other=0.0)
             rate = tl.load(rates + at // sizes[index], mask=inside, other=0.0).to(tl.float32)
-            there = velocities[index] + at if GATHERS else at
-            element = at % sizes[index]
-            anchor, linear = anchors[index], linears[index]
-            change = _penalized(
-                change, value, anchor, linear, element, at, inside, strength, ANCHORED, LINEAR
+            change, penalty = _penalized(
+                change,
+                value,
+                _loaded(anchors[index], element, inside, ANCHORED),
+                _loaded(linears[index], at, inside, LINEAR),
+                strength,
+                ANCHORED,
+                LINEAR,
             )
-            value = _stepped(
-                value, change, there, inside, rate, decay, momentum, kept, DECAYS, GATHERS, NESTEROV
+            if ANCHORED or LINEAR:
+                to = partials + block // tiles * width + block % tiles
+                tl.store(to, tl.sum(penalty))
+            before = _loaded(velocities[index], at, inside, GATHERS)
+            value, after = _stepped(
+                value, change, before, rate, decay, momentum, kept, DECAYS, GATHERS, NESTEROV
             )
             tl.store(values[index] + at, value, mask=inside)
+            if GATHERS:
+                tl.store(velocities[index] + at, after, mask=inside)
         # Negative for programs whose tensor has come already.
-        block -= tl.cdiv(elements, BLOCK)
+        block -= blocks
+        if ANCHORED or LINEAR:
+            partials += tiles
 
 
-@triton.jit(do_not_specialize=["tiles", "samples"])
+@triton.jit(do_not_specialize=["tiles", "samples", "width"])
 def _step_by_factors(
     param: tl.tensor,
     upper: tl.tensor,
@@ -257,6 +286,8 @@ def _step_by_factors(
     anchor: tl.tensor,
     linear: tl.tensor,
     rates: tl.tensor,
+    partials: tl.tensor,
+    width: tl.tensor,
     tiles: tl.tensor,
     samples: tl.tensor,
     rows: tl.tensor,
@@ -279,7 +310,10 @@ def _step_by_factors(
     N: tl.constexpr,
     K: tl.constexpr,
 ) -> None:
-    """Update a tile of one client's matrix by the product of two factors."""
+    """Update a tile of one client's matrix by the product of two factors.
+
+    With a penalty, every program writes a partial sum as in :func:`_step_one`.
+    """
     client = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
     across = tl.cdiv(columns, N)
@@ -288,8 +322,11 @@ def _step_by_factors(
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     element = row[:, None] * columns + column[None, :]
     at = client * rows * columns + element
-    # Loaded first, because it takes longest.
+    # Tensors as large as the matrix are loaded first, because that takes longest.
     value = tl.load(param + at, mask=inside, other=0.0)
+    of_anchor = _loaded(anchor, element, inside, ANCHORED)
+    slope = _loaded(linear, at, inside, LINEAR)
+    before = _loaded(velocity, at, inside, GATHERS)
     rate = tl.load(rates + client).to(tl.float32)
     changes, inputs = upper + client * u_client, x + client * x_client
     total = tl.zeros((M, N), dtype=tl.float32)
@@ -307,80 +344,15 @@ def _step_by_factors(
             other=0.0,
         )
         total = add_products(total, change, given, PRECISION)
-    there = velocity + at if GATHERS else velocity
-    total = _penalized(
-        total, value, anchor, linear, element, at, inside, strength, ANCHORED, LINEAR
-    )
-    value = _stepped(
-        value, total, there, inside, rate, decay, momentum, kept, DECAYS, GATHERS, NESTEROV
+    total, penalty = _penalized(total, value, of_anchor, slope, strength, ANCHORED, LINEAR)
+    if ANCHORED or LINEAR:
+        tl.store(partials + client * width + tile, tl.sum(penalty))
+    value, after = _stepped(
+        value, total, before, rate, decay, momentum, kept, DECAYS, GATHERS, NESTEROV
     )
     tl.store(param + at, value, mask=inside)
-
-
-@triton.jit(do_not_specialize=["tiles", "first", "width"])
-def _penalty_of_one(
-    param: tl.tensor,
-    anchor: tl.tensor,
-    linear: tl.tensor,
-    partials: tl.tensor,
-    tiles: tl.tensor,
-    size: tl.tensor,
-    first: tl.tensor,
-    width: tl.tensor,
-    half: tl.tensor,
-    ANCHORED: tl.constexpr,
-    LINEAR: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Write the penalty on a block of one client's row of a tensor; rows have ``size`` elements.
-
-    A client has ``width`` partial sums, of which those of the tensor begin at ``first``.
-    """
-    client = (tl.program_id(0) // tiles).to(tl.int64)
-    tile = tl.program_id(0) % tiles
-    column = tile * BLOCK + tl.arange(0, BLOCK)
-    inside = column < size
-    at = client * size + column
-    value = tl.load(param + at, mask=inside, other=0.0)
-    total = _penalty(value, anchor, linear, column, at, inside, half, ANCHORED, LINEAR)
-    tl.store(partials + client * width + first + tile, total)
-
-
-@triton.jit(do_not_specialize=["clients", "first", "width"])
-def _penalty_of_several(
-    values: tl.tuple,
-    anchors: tl.tuple,
-    linears: tl.tuple,
-    sizes: tl.tuple,
-    partials: tl.tensor,
-    clients: tl.tensor,
-    first: tl.tensor,
-    width: tl.tensor,
-    half: tl.tensor,
-    NUMBER: tl.constexpr,
-    ANCHORED: tl.constexpr,
-    LINEAR: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Write the penalty on a block of one client's row of one of several small tensors.
-
-    Partial sums are those of :func:`_penalty_of_one`, tensor after tensor.
-    """
-    block = tl.program_id(0)
-    for index in tl.static_range(NUMBER):
-        tiles = tl.cdiv(sizes[index], BLOCK)
-        if (block >= 0) & (block < tiles * clients):
-            client = block // tiles
-            column = (block % tiles) * BLOCK + tl.arange(0, BLOCK)
-            inside = column < sizes[index]
-            at = client * sizes[index] + column
-            value = tl.load(values[index] + at, mask=inside, other=0.0)
-            anchor, linear = anchors[index], linears[index]
-            total = _penalty(value, anchor, linear, column, at, inside, half, ANCHORED, LINEAR)
-            tl.store(partials + client * width + first + block % tiles, total)
-        # Negative for programs whose tensor has come already.
-        block -= tiles * clients
-        first += tiles
+    if GATHERS:
+        tl.store(velocity + at, after, mask=inside)
 
 
 def fits(param: Tensor, gradient: Tensor | Factors) -> bool:
@@ -401,7 +373,7 @@ def descend(
     rates: Tensor,
     rule: Rule,
     penalties: Penalties | None = None,
-) -> None:
+) -> Tensor | None:
     """Make one step in place.
 
     Parameters
@@ -420,92 +392,30 @@ def descend(
     penalties : Penalties, optional
         A penalty on the parameters, float32. Its gradient is added to the others before the rule is
         applied.
+
+    Returns
+    -------
+    Tensor or None
+        Every client's penalty before the step, float64, with the shape of ``rates``. Programs write
+        partial sums, which are added in a fixed order.
     """
-    rates = rates.reshape(-1).contiguous()
+    of_clients = rates.reshape(-1).contiguous()
     kept = [None] * len(params) if velocities is None or not rule.momentum else velocities
     entries = _entries(params, gradients, kept, *_tensors_of(penalties, len(params)))
-    if not entries:
-        return
+    groups = [(group, _tiles(group, len(of_clients))) for group in _launches(entries)]
     numbers = (*rule.numbers, 0.0 if penalties is None else penalties.strength)
     options = rule.options | _options_of(penalties)
+    partials = None
+    if penalties is not None:
+        width = sum(tiles for _, tiles in groups)
+        partials = torch.empty(len(of_clients), width, dtype=torch.float32, device=rates.device)
+    done = 0
     with torch.cuda.device_of(rates):
-        for group in _launches(entries):
-            if isinstance(group[0][1], Factors):
-                param, factors, velocity, anchor, linear = group[0]
-                _launch_factors(param, factors, velocity, anchor, linear, rates, numbers, options)
-            elif len(group) == 1:
-                size = group[0][0].numel() // len(rates)
-                tiles = triton.cdiv(size, _BLOCK)
-                _step_one[(tiles * len(rates),)](
-                    *group[0],
-                    rates,
-                    tiles,
-                    size,
-                    *numbers,
-                    BLOCK=_BLOCK,
-                    **options,
-                    **_ROUNDED,
-                )
-            else:
-                _launch_several(group, rates, numbers, options)
-
-
-def penalties_of(params: Sequence[Tensor], penalties: Penalties, rates: Tensor) -> Tensor:
-    """Return every client's penalty in float64, with the shape of ``rates``.
-
-    Programs write partial sums, which are added in a fixed order.
-
-    Parameters
-    ----------
-    params, rates
-        As for :func:`descend`.
-    penalties : Penalties
-        A penalty on the parameters, float32.
-    """
-    clients = rates.numel()
-    groups = list(_launches(_entries(params, *_tensors_of(penalties, len(params)))))
-    # Blocks of a client's row of each tensor.
-    tiles = [
-        [
-            triton.cdiv(size, _BLOCK if len(group) == 1 else _SMALL_BLOCK)
-            for size in _sizes(group, clients)
-        ]
-        for group in groups
-    ]
-    width = sum(map(sum, tiles))
-    partials = torch.empty(clients, width, dtype=torch.float32, device=rates.device)
-    half, options, first = penalties.strength / 2, _options_of(penalties), 0
-    with torch.cuda.device_of(rates):
-        for group, of_group in zip(groups, tiles, strict=True):
-            grid = (sum(of_group) * clients,)
-            if len(group) == 1:
-                size = group[0][0].numel() // clients
-                _penalty_of_one[grid](
-                    *group[0],
-                    partials,
-                    *of_group,
-                    size,
-                    first,
-                    width,
-                    half,
-                    BLOCK=_BLOCK,
-                    **options,
-                )
-            else:
-                _penalty_of_several[grid](
-                    *_columns(group),
-                    _sizes(group, clients),
-                    partials,
-                    clients,
-                    first,
-                    width,
-                    half,
-                    NUMBER=len(group),
-                    BLOCK=_SMALL_BLOCK,
-                    **options,
-                )
-            first += sum(of_group)
-    return partials.sum(1, dtype=torch.float64).view(rates.shape)
+        for group, tiles in groups:
+            own = (None, 0) if partials is None else (partials[:, done:], partials.stride(0))
+            _launcher(group)(group, tiles, of_clients, own, numbers, options)
+            done += tiles
+    return None if partials is None else partials.sum(1, dtype=torch.float64).view(rates.shape)
 
 
 def _tensors_of(penalties: Penalties | None, count: int) -> tuple[list[Any], list[Any]]:
@@ -545,15 +455,77 @@ def _sizes(group: list[Any], clients: int) -> tuple[int, ...]:
     return tuple(entry[0].numel() // clients for entry in group)
 
 
+def _tiles(group: list[Any], clients: int) -> int:
+    """Return how many blocks the rows of a client are divided into, for all tensors of a launch."""
+    param, factors, *_ = group[0]
+    if isinstance(factors, Factors):
+        *_, rows, columns = param.shape
+        tile = _tile(factors)
+        return triton.cdiv(rows, tile["M"]) * triton.cdiv(columns, tile["N"])
+    block = _BLOCK if len(group) == 1 else _SMALL_BLOCK
+    return sum(triton.cdiv(size, block) for size in _sizes(group, clients))
+
+
+def _tile(factors: Factors) -> dict[str, int]:
+    """Choose the rows, columns and samples of a product that a program makes."""
+    samples, rows = factors.upper.shape[1:]
+    # Few rows need a smaller tile. Up to 32 samples are read at once.
+    return _TILE | {
+        "M": min(_TILE["M"], max(16, triton.next_power_of_2(rows))),
+        "K": 32 if samples > 16 else 16,
+    }
+
+
+# Room for the partial sums of a penalty, and how far apart those of clients are.
+_Partials = tuple[Tensor | None, int]
+
+
+def _launcher(group: list[Any]) -> Callable[..., None]:
+    """Return the function that updates the tensors of a launch."""
+    if isinstance(group[0][1], Factors):
+        return _launch_factors
+    return _launch_one if len(group) == 1 else _launch_several
+
+
+def _launch_one(
+    group: list[Any],
+    tiles: int,
+    rates: Tensor,
+    partials: _Partials,
+    numbers: tuple[float, ...],
+    options: dict[str, Any],
+) -> None:
+    """Update a tensor."""
+    _step_one[(tiles * len(rates),)](
+        *group[0],
+        rates,
+        *partials,
+        tiles,
+        *_sizes(group, len(rates)),
+        *numbers,
+        BLOCK=_BLOCK,
+        **options,
+        **_ROUNDED,
+    )
+
+
 def _launch_several(
-    group: list[Any], rates: Tensor, numbers: tuple[float, ...], options: dict[str, Any]
+    group: list[Any],
+    tiles: int,
+    rates: Tensor,
+    partials: _Partials,
+    numbers: tuple[float, ...],
+    options: dict[str, Any],
 ) -> None:
     """Update several small tensors."""
-    blocks = sum(triton.cdiv(entry[0].numel(), _SMALL_BLOCK) for entry in group)
+    blocks = tiles * len(rates)
+    if partials[0] is None:
+        blocks = sum(triton.cdiv(entry[0].numel(), _SMALL_BLOCK) for entry in group)
     _step_several[(blocks,)](
         *_columns(group),
         _sizes(group, len(rates)),
         rates,
+        *partials,
         len(rates),
         *numbers,
         NUMBER=len(group),
@@ -564,42 +536,37 @@ def _launch_several(
 
 
 def _launch_factors(
-    param: Tensor,
-    factors: Factors,
-    velocity: Tensor | None,
-    anchor: Tensor | None,
-    linear: Tensor | None,
+    group: list[Any],
+    tiles: int,
     rates: Tensor,
+    partials: _Partials,
     numbers: tuple[float, ...],
     options: dict[str, Any],
 ) -> None:
     """Update a stack of matrices by the product of two factors."""
+    param, factors, *others = group[0]
     # Neighbours must lie side by side; a view of a larger tensor may stay where it is.
     upper, x = (
         each if each.stride(2) == 1 else each.contiguous() for each in (factors.upper, factors.x)
     )
     clients, samples, rows = upper.shape
-    columns = x.shape[2]
-    tile = _TILE | {"M": min(_TILE["M"], max(16, triton.next_power_of_2(rows)))}
-    tiles = triton.cdiv(rows, tile["M"]) * triton.cdiv(columns, tile["N"])
     _step_by_factors[(tiles * clients,)](
         param,
         upper,
         x,
-        velocity,
-        anchor,
-        linear,
+        *others,
         rates,
+        *partials,
         tiles,
         samples,
         rows,
-        columns,
+        x.shape[2],
         *upper.stride()[:2],
         *x.stride()[:2],
         *numbers,
         PRECISION=factors.precision,
         **options,
-        **tile,
+        **_tile(factors),
     )
 
 

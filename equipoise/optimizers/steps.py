@@ -46,7 +46,8 @@ def descended(params: list[Tensor], directions: list[Tensor], lr: Column) -> lis
 def descend(params: list[Tensor], directions: list[Tensor], lr: Column) -> None:
     """Make the step of :func:`descended` in place."""
     if isinstance(lr, Tensor):
-        rest = [not done for done in updated_by_kernels(params, directions, None, lr)]
+        updated, _ = updated_by_kernels(params, directions, None, lr)
+        rest = [not done for done in updated]
         params, directions = list(compress(params, rest)), list(compress(directions, rest))
         for param, direction, column in zip(
             params, directions, as_columns(lr, directions), strict=True
@@ -82,28 +83,24 @@ def updated_by_kernels(
     lr: Column,
     penalties: Penalties | None = None,
     **numbers: Any,
-) -> list[bool]:
-    """Make a step of SGD for the parameters that GPU kernels can update, and return which.
+) -> tuple[list[bool], Tensor | None]:
+    """Make a step of SGD for the parameters that GPU kernels can update.
 
     The gradient of ``penalties`` is added to theirs. ``numbers`` are those of
     :class:`equipoise.models.update_kernels.Rule`.
+
+    Returns
+    -------
+    tuple
+        Which parameters have been updated, and every client's penalty on them before the step, if
+        there are penalties and kernels.
     """
     if (kernels := kernels_for(lr)) is None:
-        return [False] * len(params)
+        return [False] * len(params), None
     fit = [kernels.fits(p, g) for p, g in zip(params, gradients, strict=True)]
     chosen = (
         None if each is None else list(compress(each, fit))
         for each in (params, gradients, velocities)
     )
     of_chosen = None if penalties is None else penalties.of(fit)
-    kernels.descend(*chosen, lr, kernels.Rule(**numbers), of_chosen)
-    return fit
-
-
-def penalties_of(params: list[Tensor], penalties: Penalties, lr: Column) -> Tensor:
-    """Return every client's penalty, from few launches where GPU kernels make the steps."""
-    kernels = kernels_for(lr)
-    if kernels is None or not all(kernels.fits(param, param) for param in params):
-        return penalties.values(params)
-    values: Tensor = kernels.penalties_of(params, penalties, lr)
-    return values
+    return fit, kernels.descend(*chosen, lr, kernels.Rule(**numbers), of_chosen)

@@ -89,6 +89,15 @@ def test_rows_are_copied_bit_by_bit_in_any_order(dtype):
         assert torch.equal(target, source[rows.to(DEVICE)])
 
 
+def test_rows_are_copied_to_their_places_and_nothing_else_is_written():
+    sources = stacks()
+    targets = [torch.full_like(source, 7.0) for source in sources]
+    copy_rows(targets, sources, torch.tensor([4, 0]), torch.tensor([1, 3]))
+    for target, source in zip(targets, sources, strict=True):
+        assert torch.equal(target[[1, 3]], source[[4, 0]])
+        assert (target[[0, 2, 4]] == 7).all()
+
+
 def test_one_row_is_copied_for_every_client_and_nothing_else_is_written():
     models = [normal(*shape, seed=seed) for seed, shape in enumerate(SHAPES)]
     room = [torch.full((CLIENTS + 2, *shape), 7.0, device=DEVICE) for shape in SHAPES]

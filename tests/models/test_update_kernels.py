@@ -5,6 +5,8 @@ They run on a GPU, where they must have the same bits, or slowly on the CPU in T
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -85,19 +87,21 @@ def trajectory(optimizer, clients, active=None, gradient=lambda step: step, pena
     def rows(tensor):
         return tensor[0] if active == 1 else tensor[:active]
 
-    penalties = None if penalty is None else of_first(penalties_on(clients, *penalty), rows)
+    step = optimizer.step
+    if penalty is not None:
+        penalties = of_first(penalties_on(clients, *penalty), rows)
+        step = partial(optimizer.penalized_step, penalties=penalties)
     for count in range(1, STEPS + 1):
         gradients = [
             gradient(normal(clients, *shape, seed=100 * count + i))
             for i, shape in enumerate(SHAPES)
         ]
-        optimizer.step(
+        step(
             [rows(param) for param in params],
             [rows(each) for each in gradients],
             {name: [rows(tensor) for tensor in tensors] for name, tensors in state.items()},
             rows(lr),
             count,
-            penalties,
         )
     return [*params, *state.get("momentum", [])]
 
@@ -157,13 +161,13 @@ def test_other_types_are_updated_plainly(launches):
     lr = torch.full((2,), 0.5, dtype=torch.float64, device=DEVICE)
     Sgd(lr=0.5).step([param], [gradient], {}, lr, 1)
     assert torch.equal(param, wanted)
-    assert launches == []
+    assert not any(launches)
 
 
 def test_a_stack_of_nothing(launches):
     param = torch.zeros(2, 0, device=DEVICE)
     Sgd(lr=0.5).step([param], [param], {}, torch.ones(2, dtype=torch.float64, device=DEVICE), 1)
-    assert launches == []
+    assert not any(launches)
 
 
 @pytest.mark.parametrize("active", [3, 2, 1])
@@ -195,14 +199,14 @@ def test_a_penalty_on_tensors_that_are_updated_plainly(penalty, launches, monkey
 @pytest.mark.parametrize("penalty", PENALTIES)
 @pytest.mark.parametrize("together", [16, 1])
 def test_the_value_of_a_penalty(together, penalty, active, launches, monkeypatch):
-    """s/2 ‖w − anchor‖² + ⟨w, v⟩ of every client, and the same bits twice."""
+    """s/2 ‖w − anchor‖² + ⟨w, v⟩ of every client before the step, and the same bits twice."""
     monkeypatch.setattr(update_kernels, "_TOGETHER", min(together, update_kernels._TOGETHER))
 
     def rows(tensor):
         return tensor[0] if active == 1 else tensor[:active]
 
-    params = [normal(CLIENTS, *shape, seed=i) for i, shape in enumerate(SHAPES)]
-    params.append(torch.zeros(CLIENTS, 0, device=DEVICE))
+    shapes = [*SHAPES, (0,)]
+    params = [normal(CLIENTS, *shape, seed=i) for i, shape in enumerate(shapes)]
     strength, sloped = PENALTIES[penalty]
     penalties = penalties_on(CLIENTS, strength, sloped)
     penalties.anchors.append(params[-1][0])
@@ -215,23 +219,35 @@ def test_the_value_of_a_penalty(together, penalty, active, launches, monkeypatch
         if sloped:
             product = param.double() * penalties.linear[index].double()
             wanted += product.reshape(CLIENTS, -1).sum(1)
-    lr = rows(torch.ones(CLIENTS, dtype=torch.float64, device=DEVICE))
-    chosen = [rows(param) for param in params]
-    found, again = (steps.penalties_of(chosen, of_first(penalties, rows), lr) for _ in range(2))
-    torch.testing.assert_close(found, rows(wanted), rtol=1e-5, atol=1e-4)
-    assert torch.equal(found, again)
+    found = [penalties_in_a_step(params, of_first(penalties, rows), rows) for _ in range(2)]
+    torch.testing.assert_close(found[0], rows(wanted), rtol=1e-5, atol=1e-4)
+    assert torch.equal(*found)
     shared = [8, 1, 1] if active > 1 else [10]
     assert sorted(launches[0], reverse=True) == (
         shared if update_kernels._TOGETHER > 1 else [1] * len(SHAPES)
     )
 
 
+def penalties_in_a_step(params, penalties, rows):
+    """What a step of the first clients returns; it does not change the tensors."""
+    lr = rows(torch.ones(CLIENTS, dtype=torch.float64, device=DEVICE))
+    chosen = [rows(param).clone() for param in params]
+    gradients = [torch.ones_like(param) for param in chosen]
+    return Sgd(lr=1.0).penalized_step(chosen, gradients, {}, lr, 1, penalties)
+
+
 @pytest.mark.parametrize("penalty", PENALTIES)
-def test_the_value_of_a_penalty_on_other_tensors(penalty, launches):
+@pytest.mark.parametrize("some", [True, False])
+def test_the_value_of_a_penalty_on_tensors_of_which_kernels_update_some_or_none(
+    some, penalty, launches
+):
     """Kernels read float32 only."""
-    params = [normal(CLIENTS, *shape, seed=i).double() for i, shape in enumerate(SHAPES)]
+    params = [
+        normal(CLIENTS, *shape, seed=i).to(torch.float32 if some and i % 2 else torch.float64)
+        for i, shape in enumerate(SHAPES)
+    ]
     penalties = penalties_on(CLIENTS, *PENALTIES[penalty])
-    lr = torch.ones(CLIENTS, dtype=torch.float64, device=DEVICE)
-    found = steps.penalties_of(params, penalties, lr)
-    assert launches == []
-    assert torch.equal(found, penalties.values(params))
+    wanted = penalties.values([param.double() for param in params])
+    found = penalties_in_a_step(params, penalties, lambda tensor: tensor)
+    assert sum(launches[0]) == (len(SHAPES) // 2 if some else 0)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, check_dtype=False)
