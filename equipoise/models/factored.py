@@ -22,7 +22,7 @@ from torch import Tensor
 from equipoise.models import row_kernels
 from equipoise.models.convolutions import precision_on
 from equipoise.models.kernel_tools import all_merged, one_client
-from equipoise.models.update_kernels import Factors
+from equipoise.models.update_kernels import Factors, multiplies
 
 # With more rows than this a product of large matrices is limited by arithmetic, and PyTorch's
 # kernels are the better ones.
@@ -241,5 +241,4 @@ def _takes(node: Any, position: int, leaf: Tensor) -> bool:
     if getattr(node, "_forward_cls", None) is not StackedProduct or position != 1:
         return False
     x, weight = node.saved_tensors
-    stored = leaf.dtype == torch.float32 and leaf.is_contiguous() and weight.shape == leaf.shape
-    return stored and 0 < x.shape[1] <= _MOST_ROWS
+    return multiplies(leaf) and weight.shape == leaf.shape and 0 < x.shape[1] <= _MOST_ROWS

@@ -81,6 +81,25 @@ def test_a_step_by_factors_with_a_penalty(rows, columns, sloped, strength):
         assert (found - own).abs().max() / own.abs().max() <= ERROR["ieee"]
 
 
+@pytest.mark.parametrize(("samples", "wanted"), [(32, "ieee"), (33, "tf32")])
+def test_with_a_penalty_factors_of_few_samples_are_multiplied_in_float32(
+    samples, wanted, monkeypatch
+):
+    class Listed:
+        def __getitem__(self, grid):
+            return lambda *given, PRECISION, **options: made.append(PRECISION)
+
+    made = []
+    monkeypatch.setattr(update_kernels, "_step_by_factors", Listed())
+    upper, x = normal(CLIENTS, samples, 4), normal(CLIENTS, samples, 6, seed=1)
+    weight, rates = normal(CLIENTS, 4, 6), torch.ones(CLIENTS, dtype=torch.float64, device=DEVICE)
+    for precision in ("tf32", "bfloat16"):
+        for penalties in (Penalties(0.5, [weight[0]], None), None):
+            factors = Factors(upper, x, precision)
+            update_kernels.descend([weight], [factors], None, rates, Rule(), penalties)
+    assert made == [wanted, "tf32", "bfloat16", "bfloat16"]
+
+
 @pytest.mark.parametrize("lowered", [False, True])
 def test_factors_may_be_views_and_of_fewer_clients_and_in_bfloat16(lowered):
     """Clients that have finished do not change."""
