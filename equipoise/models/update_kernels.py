@@ -422,8 +422,11 @@ def descend(
     kept = [None] * len(params) if velocities is None or not rule.momentum else velocities
     entries = _entries(params, gradients, kept, *_tensors_of(penalties, len(params)))
     groups = [(group, _tiles(group, len(of_clients))) for group in _launches(entries)]
-    numbers = (*rule.numbers, 0.0 if penalties is None else penalties.strength)
-    options = rule.options | _options_of(penalties)
+    step = _Step(
+        of_clients,
+        (*rule.numbers, 0.0 if penalties is None else penalties.strength),
+        rule.options | _options_of(penalties),
+    )
     partials = None
     if penalties is not None:
         width = sum(tiles for _, tiles in groups)
@@ -432,7 +435,7 @@ def descend(
     with torch.cuda.device_of(rates):
         for group, tiles in groups:
             own = (None, 0) if partials is None else (partials[:, done:], partials.stride(0))
-            _launcher(group)(group, tiles, of_clients, own, numbers, options)
+            _launcher(group)(group, tiles, own, step)
             done += tiles
     return None if partials is None else partials.sum(1, dtype=torch.float64).view(rates.shape)
 
@@ -495,6 +498,25 @@ def _tile(factors: Factors) -> dict[str, int]:
     }
 
 
+@dataclass(frozen=True)
+class _Step:
+    """What the launches of a step have in common.
+
+    Attributes
+    ----------
+    rates : Tensor
+        Learning rates, ``[clients]``.
+    numbers : tuple of float
+        The numbers of the rule, and the strength of the penalty.
+    options : dict
+        What kernels are compiled for.
+    """
+
+    rates: Tensor
+    numbers: tuple[float, ...]
+    options: dict[str, Any]
+
+
 # Room for the partial sums of a penalty, and how far apart those of clients are.
 _Partials = tuple[Tensor | None, int]
 
@@ -506,62 +528,41 @@ def _launcher(group: list[Any]) -> Callable[..., None]:
     return _launch_one if len(group) == 1 else _launch_several
 
 
-def _launch_one(
-    group: list[Any],
-    tiles: int,
-    rates: Tensor,
-    partials: _Partials,
-    numbers: tuple[float, ...],
-    options: dict[str, Any],
-) -> None:
+def _launch_one(group: list[Any], tiles: int, partials: _Partials, step: _Step) -> None:
     """Update a tensor."""
-    _step_one[(tiles * len(rates),)](
+    _step_one[(tiles * len(step.rates),)](
         *group[0],
-        rates,
+        step.rates,
         *partials,
         tiles,
-        *_sizes(group, len(rates)),
-        *numbers,
+        *_sizes(group, len(step.rates)),
+        *step.numbers,
         BLOCK=_BLOCK,
-        **options,
+        **step.options,
         **_ROUNDED,
     )
 
 
-def _launch_several(
-    group: list[Any],
-    tiles: int,
-    rates: Tensor,
-    partials: _Partials,
-    numbers: tuple[float, ...],
-    options: dict[str, Any],
-) -> None:
+def _launch_several(group: list[Any], tiles: int, partials: _Partials, step: _Step) -> None:
     """Update several small tensors."""
-    blocks = tiles * len(rates)
+    blocks = tiles * len(step.rates)
     if partials[0] is None:
         blocks = sum(triton.cdiv(entry[0].numel(), _SMALL_BLOCK) for entry in group)
     _step_several[(blocks,)](
         *_columns(group),
-        _sizes(group, len(rates)),
-        rates,
+        _sizes(group, len(step.rates)),
+        step.rates,
         *partials,
-        len(rates),
-        *numbers,
+        len(step.rates),
+        *step.numbers,
         NUMBER=len(group),
         BLOCK=_SMALL_BLOCK,
-        **options,
+        **step.options,
         **_ROUNDED,
     )
 
 
-def _launch_factors(
-    group: list[Any],
-    tiles: int,
-    rates: Tensor,
-    partials: _Partials,
-    numbers: tuple[float, ...],
-    options: dict[str, Any],
-) -> None:
+def _launch_factors(group: list[Any], tiles: int, partials: _Partials, step: _Step) -> None:
     """Update a stack of matrices by the product of two factors."""
     param, factors, *others = group[0]
     # Neighbours must lie side by side; a view of a larger tensor may stay where it is.
@@ -577,7 +578,7 @@ def _launch_factors(
         upper,
         x,
         *others,
-        rates,
+        step.rates,
         *partials,
         tiles,
         samples,
@@ -585,9 +586,9 @@ def _launch_factors(
         x.shape[2],
         *upper.stride()[:2],
         *x.stride()[:2],
-        *numbers,
+        *step.numbers,
         PRECISION=precision,
-        **options,
+        **step.options,
         **_tile(factors),
     )
 
