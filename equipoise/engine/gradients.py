@@ -169,9 +169,8 @@ class PhaseGradient:
         # Asked once: whether an object has the methods of a protocol takes Python long to say.
         return isinstance(self.phase.gradient, FollowsRate)
 
-    def __call__(self, look: Look, given: tuple[Rows, list[Batch]]) -> StepGradient:
+    def __call__(self, look: Look, rows: Rows, batches: list[Batch]) -> StepGradient:
         """Return the gradient at the current parameters."""
-        rows, batches = given
         noted = _Noted()
         values = [
             self._value(look, loss, rows, batch, noted)

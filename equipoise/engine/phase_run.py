@@ -23,7 +23,7 @@ from equipoise.engine.frozen import FrozenFeatures, features_rest
 from equipoise.engine.gradients import Batch, Look, PhaseGradient, Rows, StepGradient
 from equipoise.engine.phase_penalty import PhasePenalty
 from equipoise.engine.stack import first_rows, tree_first_rows
-from equipoise.engine.tape import Tapes
+from equipoise.engine.tape import Apart, Tapes
 from equipoise.errors import InputError
 from equipoise.method import Phase, PlainGradient
 from equipoise.optimizers import Count, OptimizerState, Sgd
@@ -213,6 +213,8 @@ class PhaseRun:
             lr=self._lr if self._gradients.follows_rate else None,
             penalties=None if self._plain else self._penalties,
         )
+        if self._tapes is not None:
+            self._lasting = Apart(self._rows)
         self._state: OptimizerState = (
             {name: [first_rows(t, active) for t in tensors] for name, tensors in self.state.items()}
             if optimizer.stacked
@@ -308,13 +310,13 @@ class PhaseRun:
             self.phase.losses_in(step), self._active > 1, self._frozen, self._may_factor(inputs)
         )
         program = partial(self._gradients, look)
-        given = self._rows, [self._batch(batch) for batch in batches]
+        given = [self._batch(batch) for batch in batches]
         if self._tapes is None:
-            return program(given)
+            return program(self._rows, given)
         lr = None if isinstance(self._rows.lr, Tensor) else self._rows.lr
         moves = None if self._frozen is None else self._frozen.moves
         name = self._name, step % self.phase.turns, look.stacked, moves, lr
-        return self._tapes.carry_out(name, program, given)
+        return self._tapes.carry_out(name, program, self._lasting, given)
 
     def _may_factor(self, inputs: StepInput) -> bool:
         """Return whether gradients by weights may be left as factors for the optimizer.

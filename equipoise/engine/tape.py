@@ -41,6 +41,8 @@ _FILLED = {
     _ops.zeros_like.default,
 }
 _ATTENTION = _ops._scaled_dot_product_flash_attention_for_cpu.default
+# Operations that return what their gradients need only while gradients are enabled: LSTM layers.
+_KEEPING = {_ops.mkldnn_rnn_layer.default}
 _PRODUCTS = {_ops.mul.Scalar, _ops.mul.Tensor}
 # Operations that draw random numbers, and those whose results decide what a program does next.
 _NOT_REPEATED = {
@@ -290,7 +292,8 @@ class _Writer:
         """Write a call."""
         args = [self._written(value) for value in call.args]
         args += [f"{name}={self._written(value)}" for name, value in call.options.items()]
-        expression = f"{self._hold(call.op)}({', '.join(args)})"
+        op = torch.enable_grad()(call.op) if call.op in _KEEPING else call.op
+        expression = f"{self._hold(op)}({', '.join(args)})"
         if isinstance(call.result, Tensor):
             return f"{self._names[id(call.result)]} = {expression}"
         # Some gradients may be None.
@@ -367,14 +370,59 @@ def _tensors_in(values: Any) -> list[Tensor]:
     return found
 
 
+class _Kind:
+    """A structure without its tensors, and their layouts.
+
+    It is part of the keys of programs, so its hash is computed once.
+    """
+
+    def __init__(self, form: Any, layouts: tuple[Any, ...]) -> None:
+        self.form, self._layouts, self._hash = form, layouts, hash(layouts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, _Kind) or self._layouts != other._layouts:
+            return False
+        return bool(self.form == other.form)
+
+
+class Apart:
+    """A structure of tensors that several runs of a program get, taken apart.
+
+    Its tensors keep their shapes and layouts.
+
+    Parameters
+    ----------
+    given : nested tensors
+        The structure.
+
+    Attributes
+    ----------
+    given, tensors
+        The structure, and its tensors.
+    kind : hashable
+        The same for structures with the same form, shapes and layouts.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+        self.tensors: list[Tensor] = []
+        form = taken_apart(given, self.tensors)
+        self.kind = _Kind(form, tuple(map(_layout, self.tensors)))
+
+
 @dataclass
 class _Program:
     """What is known about a program.
 
     Attributes
     ----------
-    form : nested values
-        Its arguments, without their tensors.
+    forms : tuple
+        Its arguments, without their tensors: what is the same in several runs, and what is not.
     runs : int
         How often it has run from Python.
     tape : Tape or None
@@ -387,7 +435,7 @@ class _Program:
         Whether it cannot be recorded, or its tape returned other results.
     """
 
-    form: Any
+    forms: tuple[Any, Any]
     runs: int = 0
     tape: Tape | None = None
     made: Any = None
@@ -408,9 +456,9 @@ class Tapes:
 
     Examples
     --------
-    >>> tapes, doubled = Tapes(), lambda given: {"twice": given["x"] * 2}
-    >>> numbers = [{"x": torch.tensor(number)} for number in range(6)]
-    >>> [tapes.carry_out("doubled", doubled, given)["twice"].item() for given in numbers]
+    >>> tapes, scaled = Tapes(), lambda factor, given: {"y": factor * given["x"]}
+    >>> two, numbers = Apart(torch.tensor(2)), [{"x": torch.tensor(n)} for n in range(6)]
+    >>> [tapes.carry_out("scaled", scaled, two, given)["y"].item() for given in numbers]
     [0, 2, 4, 6, 8, 10]
     >>> tapes.repeated
     2
@@ -420,7 +468,9 @@ class Tapes:
         self.repeated = 0
         self._programs: OrderedDict[Hashable, _Program] = OrderedDict()
 
-    def carry_out(self, name: Hashable, program: Callable[[Given], Made], given: Given) -> Made:
+    def carry_out(
+        self, name: Hashable, program: Callable[[Any, Given], Made], lasting: Apart, given: Given
+    ) -> Made:
         """Run a program, or repeat it from its tape.
 
         Parameters
@@ -428,41 +478,41 @@ class Tapes:
         name : hashable
             Programs of the same name do the same with tensors of the same shapes.
         program : callable
-            Takes tensors in dictionaries, lists and tuples, and returns such.
+            Takes two structures of tensors in dictionaries, lists and tuples, and returns one.
+        lasting : Apart
+            The first, which is the same in several runs, but for the values of its tensors.
         given : nested tensors
-            What differs from run to run.
+            The second, which differs from run to run.
         """
-        tensors: list[Tensor] = []
-        form = taken_apart(given, tensors)
-        key = name, tuple(map(_layout, tensors))
-        known = self._programs.pop(key, None) or _Program(form)
+        own: list[Tensor] = []
+        form = taken_apart(given, own)
+        key = name, lasting.kind, tuple(map(_layout, own))
+        known = self._programs.pop(key, None) or _Program((lasting.kind.form, form))
         self._programs[key] = known
         if len(self._programs) > MOST_PROGRAMS:
             self._programs.popitem(last=False)
-        if known.refused or known.form != form:
-            return program(given)
+        if known.refused or known.forms[1] != form:
+            return program(lasting.given, given)
+        tensors = [*lasting.tensors, *own]
         if known.tape is not None and known.trusted:
             self.repeated += 1
             return cast(Made, put_together(known.made, iter(known.tape(*tensors))))
         known.runs += 1
         if known.runs <= RUNS_BEFORE:
-            return program(given)
+            return program(lasting.given, given)
         if known.tape is None:
-            return _record(known, program, given, tensors)
-        return _check(known, known.tape, program, given, tensors)
+            return _record(known, program, tensors)
+        return _check(known, known.tape, program(lasting.given, given), tensors)
 
 
 def _record(
-    known: _Program,
-    program: Callable[[Given], Made],
-    given: Given,
-    tensors: Sequence[Tensor],
+    known: _Program, program: Callable[[Any, Any], Made], tensors: Sequence[Tensor]
 ) -> Made:
     """Run a program, and keep a tape of it if that is possible."""
 
     def flat(*own: Tensor) -> list[Tensor]:
         found: list[Tensor] = []
-        known.made = taken_apart(program(put_together(known.form, iter(own))), found)
+        known.made = taken_apart(program(*put_together(known.forms, iter(own))), found)
         return found
 
     try:
@@ -471,20 +521,13 @@ def _record(
         # The program depends on values, or has tensors that cannot be recorded, such as sparse
         # ones. If it is wrong, it fails again.
         known.refused = True
-        return program(given)
+        return program(*put_together(known.forms, iter(tensors)))
     return cast(Made, put_together(known.made, iter(outputs)))
 
 
-def _check(
-    known: _Program,
-    tape: Tape,
-    program: Callable[[Given], Made],
-    given: Given,
-    tensors: Sequence[Tensor],
-) -> Made:
-    """Run a program and its tape, and note whether both return the same."""
+def _check(known: _Program, tape: Tape, result: Made, tensors: Sequence[Tensor]) -> Made:
+    """Run a tape, and note whether it returns the same as the program."""
     wanted: list[Tensor] = []
-    result = program(given)
     form = taken_apart(result, wanted)
     known.trusted = form == known.made and _returns(tape, tensors, wanted)
     known.refused = not known.trusted
@@ -496,8 +539,8 @@ def _returns(tape: Tape, tensors: Sequence[Tensor], wanted: Sequence[Tensor]) ->
     try:
         found = tape(*tensors)
     except RuntimeError:
-        # Autograd may pass tensors that do not exist, as to the gradient of an LSTM in float32.
-        # In Python they are None, which the operation does not accept.
+        # Autograd may pass tensors that do not exist. In Python they are None, which not all
+        # operations accept.
         return False
     return all(map(_identical, found, wanted))
 
