@@ -15,6 +15,7 @@ _WITH_TRITON = (
     "convolutions",
     "factored",
     "hash_kernels",
+    "index_kernels",
     "kernel_tools",
     "kernels",
     "lstm_kernels",

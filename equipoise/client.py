@@ -51,10 +51,7 @@ class Inputs:
             raise AttributeError("x has no default")
         given = self.given(client)
         if given is None:
-            raise InputError(
-                "linear of a Penalty uses samples, but it is called once and not for every batch; "
-                "valid: what the client has received or remembers, such as a fact"
-            )
+            raise _without_batch()
         return given.fetch() if isinstance(given, Precomputed) else given
 
     def __set__(self, client: Client, given: Tensor | Precomputed | None) -> None:
@@ -65,6 +62,28 @@ class Inputs:
         """Return what the client was created with."""
         given: Tensor | Precomputed | None = vars(client)["x"]
         return given
+
+
+class Targets:
+    """The field ``y`` of a client: the targets of a batch, or none."""
+
+    def __get__(self, client: Client | None, owner: type[Client]) -> Tensor:
+        if client is None:
+            raise AttributeError("y has no default")
+        given: Tensor | None = vars(client)["y"]
+        if given is None:
+            raise _without_batch()
+        return given
+
+    def __set__(self, client: Client, given: Tensor | None) -> None:
+        vars(client)["y"] = given
+
+
+def _without_batch() -> InputError:
+    return InputError(
+        "linear of a Penalty uses samples, but it is called once and not for every batch; valid: "
+        "what the client has received or remembers, such as a fact"
+    )
 
 
 def shared_names(moving: Iterable[str]) -> dict[str, str]:
@@ -120,7 +139,7 @@ class Client:
     network: Network
     params: Tree
     x: Inputs = Inputs()
-    y: Tensor
+    y: Targets = Targets()
     forward: Forward
     sent: Mapping[str, Tree]
     each: Mapping[str, Tensor]

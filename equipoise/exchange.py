@@ -56,8 +56,8 @@ class Updates:
         What the local rule sends in addition; see ``LocalRule.uploads``.
     reports : dict of Tensor
         Numbers of each client, float64 ``[K]``: ``train_loss``, the task's loss on the batches of
-        training; ``method_terms``, what the local rule added to it, if it has its own losses;
-        ``steps``; and those that the aggregation ``needs``.
+        training; ``method_terms``, what the local rule added to it, if it has losses or penalties
+        of its own; ``steps``; and those that the aggregation ``needs``.
     """
 
     params: Tree

@@ -142,7 +142,7 @@ def chosen_rows(stacks: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
 
 
 def put_rows(targets: Sequence[Tensor], sources: Sequence[Tensor], places: Tensor) -> None:
-    """Copy the rows of stacked tensors to places in other stacked tensors of the same types.
+    """Copy the rows of stacked tensors to places in other stacked tensors.
 
     Parameters
     ----------
@@ -163,12 +163,13 @@ def put_rows(targets: Sequence[Tensor], sources: Sequence[Tensor], places: Tenso
     """
     if not targets or not len(places):
         return
-    if (kernels := _serving([*targets, *sources], _COPIED)) is not None:
+    alike = all(t.dtype == s.dtype for t, s in zip(targets, sources, strict=True))
+    if alike and (kernels := _serving([*targets, *sources], _COPIED)) is not None:
         rows = torch.arange(len(places), device=places.device)
         kernels.copy_rows(targets, [_in_rows(source) for source in sources], rows, places)
         return
     for target, source in zip(targets, sources, strict=True):
-        target.index_copy_(0, places.to(target.device), source.to(target.device))
+        target.index_copy_(0, places.to(target.device), source.to(target))
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -143,7 +143,7 @@ def test_every_method_has_types_that_can_be_checked(name):
         (
             ["method=fedprox", "method.mu=-1"],
             "x.yaml, --set method=fedprox, --set method.mu=-1: method.mu: fedprox.mu must be at "
-            "least 0, got "
+            "least 0 and finite, got "
             "-1.0",
         ),
         (

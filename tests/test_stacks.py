@@ -76,6 +76,15 @@ def test_sums_are_the_same_in_every_layout(called):
     assert called in (None, ["weighted_sums"])
 
 
+def test_rows_are_put_into_stacks_of_other_types(called):
+    target = torch.full((3, 2), 7, dtype=torch.float64, device=DEVICE)
+    source = stack(2, 2)
+    put_rows([target], [source], torch.tensor([2, 0]))
+    assert torch.equal(target[[2, 0]], source.double())
+    assert target[1].tolist() == [7, 7]
+    assert called in (None, [])
+
+
 def test_types_that_the_kernels_cannot_add_are_added_by_torch(called):
     given = [stack(4, 3), stack(4, 3, dtype=torch.bfloat16)]
     weights = torch.full((4,), 0.25)

@@ -183,6 +183,8 @@ class StackedCohort:
                 )
             )
             start += len(members)
+        while engine.launched:
+            engine.launched.pop(0)()
         if engine.network.device.type == "cpu":
             # The module holds a view of the stack, whose memory the next round needs.
             engine.network.release()

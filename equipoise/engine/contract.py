@@ -213,8 +213,18 @@ class Engine(Protocol):
     def defers(self) -> bool:
         """Whether evaluation may end, and :meth:`while_busy` do its work, in the next round."""
 
+    @property
+    def keeps_samples(self) -> bool:
+        """Whether the samples are in the memory of a GPU."""
+
     def while_busy(self, work: Callable[[], None]) -> None:
         """Do some work of the host that nobody waits for: now, or while a GPU trains.
+
+        It may never be done if no further round is trained.
+        """
+
+    def after_launch(self, work: Callable[[], None]) -> None:
+        """Do some work when a GPU has got the training of all clients of a round: now without one.
 
         It may never be done if no further round is trained.
         """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count, groupby
+from itertools import count
 
 import numpy as np
 import torch
@@ -176,10 +176,24 @@ class LocalTraining:
     def _stretches(
         self, runs: list[tuple[PhaseRun, Batches]]
     ) -> list[list[tuple[PhaseRun, Batches]]]:
-        """Group consecutive phases that all train the features, or all do not."""
+        """Group consecutive phases that all train the features, or all do not.
+
+        All phases of a group begin before the first of their steps. So one whose penalty depends on
+        the client's parameters comes first in its group.
+        """
         if self.rule.interleaved:
             return [runs]
-        return [list(alike) for _, alike in groupby(runs, key=lambda pair: pair[0].features_rest)]
+        stretches: list[list[tuple[PhaseRun, Batches]]] = []
+        for run, own in runs:
+            before = stretches[-1][-1][0] if stretches else None
+            if (
+                before is None
+                or run.begins_with_parameters
+                or run.features_rest != before.features_rest
+            ):
+                stretches.append([])
+            stretches[-1].append((run, own))
+        return stretches
 
     def _frozen_during(self, stretch: list[tuple[PhaseRun, Batches]]) -> FrozenFeatures | None:
         """Compute z of all samples with the current features, if that saves work."""

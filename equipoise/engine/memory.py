@@ -154,7 +154,7 @@ class MemoryStore:
                 [self._stacks[name] for name, _ in firsts], torch.from_numpy(slots[known])
             )
             stored = [stack.to(device or stack.device) for stack in stored]
-        if len(known) == len(slots):
+        if len(known) and len(known) == len(slots):
             return stored
         repeated = [first.expand(len(slots), *first.shape) for _, first in firsts]
         made = [reused_memory.empty(each.shape, each.dtype, each.device) for each in repeated]

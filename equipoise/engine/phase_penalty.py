@@ -101,7 +101,7 @@ class PhasePenalty:
             network=chunk.network,
             params={**chunk.still, **params},
             x=None,
-            y=torch.empty(0, device=seen.device),
+            y=None,
             forward=Forward(train=False),
             sent=chunk.sent,
             each=each,

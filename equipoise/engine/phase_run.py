@@ -163,6 +163,11 @@ class PhaseRun:
         own = [tensor for tensors in self.state.values() for tensor in tensors]
         return own if self._penalty is None else [*own, *(self._penalty.linear or ())]
 
+    @property
+    def begins_with_parameters(self) -> bool:
+        """Whether the phase reads parameters when it begins."""
+        return self._penalty is not None and self._penalty.linear is not None
+
     def begin(self, batches: Batches, frozen: FrozenFeatures | None = None) -> None:
         """Start the phase with new batches, a new optimizer state and no losses.
 

@@ -266,9 +266,18 @@ class SpreadEngine:
         """Always false: the values of all processes are there when evaluation ends."""
         return False
 
+    @property
+    def keeps_samples(self) -> bool:
+        """Always false: other processes have samples, too."""
+        return False
+
     def while_busy(self, work: Callable[[], None]) -> None:
         """Do some work while the GPU of this process trains; without a GPU, now."""
         self.here.while_busy(work)
+
+    def after_launch(self, work: Callable[[], None]) -> None:
+        """Do some work now: evaluation never waits for the next round."""
+        work()
 
     def commit(self, cohort: SpreadCohort) -> None:
         """Make what the cohort's clients wrote in its round their newest memory."""

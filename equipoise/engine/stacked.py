@@ -106,6 +106,8 @@ class StackedEngine:
         self.total_was_read = False
         # Whether a warning has said what to do about updates that cannot be used.
         self.gave_advice = False
+        # What the host does, once each, when the training of all chunks has been launched.
+        self.launched: list[Callable[[], None]] = []
         self.metrics: tuple[Metric, ...] = ()
         self.counting: Counting | None = None
         self.train_indices = torch.from_numpy(self.view.train.indices).to(device)
@@ -297,10 +299,22 @@ class StackedEngine:
         """Whether a GPU trains while the host does other work."""
         return self.network.device.type == "cuda"
 
+    @property
+    def keeps_samples(self) -> bool:
+        """Whether the samples are in the memory of the GPU."""
+        return self.data.on_gpu
+
     def while_busy(self, work: Callable[[], None]) -> None:
         """Do some work while a GPU trains the next chunk of clients; without a GPU, now."""
         if self.defers:
             self.workshop.meanwhile.append(work)
+        else:
+            work()
+
+    def after_launch(self, work: Callable[[], None]) -> None:
+        """Do some work when the training of all chunks has been launched; without a GPU, now."""
+        if self.defers:
+            self.launched.append(work)
         else:
             work()
 

@@ -47,7 +47,7 @@ def preferred(device: torch.device) -> Iterator[None]:
 
 def preferred_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of :func:`preferred`."""
-    return _stream(device, _HIGH)
+    return _stream(_with_index(device), _HIGH)
 
 
 @contextmanager
@@ -74,10 +74,15 @@ def beside(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    stream = _stream(device, _LOW)
+    stream = _stream(_with_index(device), _LOW)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Name the current GPU if the device is any."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
 @cache

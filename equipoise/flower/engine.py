@@ -265,8 +265,17 @@ class FlowerEngine:
         """Always false: clients train elsewhere."""
         return False
 
+    @property
+    def keeps_samples(self) -> bool:
+        """Always false: other processes have samples, too."""
+        return False
+
     def while_busy(self, work: Callable[[], None]) -> None:
         """Do some work now: clients train elsewhere."""
+        work()
+
+    def after_launch(self, work: Callable[[], None]) -> None:
+        """Do some work now: evaluation never waits for the next round."""
         work()
 
     def commit(self, cohort: FlowerCohort) -> None:

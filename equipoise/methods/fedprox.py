@@ -24,9 +24,9 @@ class FedProx(LocalRule):
     mu: float = 0.1
 
     def __post_init__(self) -> None:
-        """Refuse a negative μ."""
-        if not self.mu >= 0:
-            raise InputError(f"fedprox.mu must be at least 0, got {self.mu!r}")
+        """Refuse a μ that is negative or not finite."""
+        if not 0 <= self.mu < float("inf"):
+            raise InputError(f"fedprox.mu must be at least 0 and finite, got {self.mu!r}")
 
     @property
     def proximal(self) -> float:  # type: ignore[override]

@@ -118,7 +118,7 @@ def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _quotient(number: tl.tensor, divisor: tl.constexpr) -> tl.tensor:
-    """Divide a number that is not negative and less than 2^20 / divisor, without a division.
+    """Divide a number from 0 to 2,047 by one up to 512, without a division.
 
     See ``ORIGIN``. The compiler also computes this beforehand where it knows the number.
     """
@@ -151,7 +151,7 @@ def _maxima(total: tl.tensor, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.const
     return maxima
 
 
-@triton.jit(do_not_specialize=["tiles", "samples", "origin"])
+@triton.jit(do_not_specialize=["tiles", "samples"])
 def convolution(
     x: tl.tensor,
     weight: tl.tensor,
@@ -159,7 +159,6 @@ def convolution(
     y: tl.tensor,
     tiles: tl.tensor,
     samples: tl.tensor,
-    origin: tl.tensor,
     x_client: tl.tensor,
     x_sample: tl.tensor,
     x_channel: tl.tensor,
@@ -202,8 +201,6 @@ def convolution(
 
     With windows of more than one pixel, POOL_DOWN by POOL_ACROSS, only the maximum of each is
     written. The pixels of a window follow one another in the tile.
-
-    ``origin`` is zero, which the compiler must not know: see ``ORIGIN``.
     """
     PHASES_DOWN: tl.constexpr = STRIDE_DOWN if TRANSPOSED else 1
     PHASES_ACROSS: tl.constexpr = STRIDE_ACROSS if TRANSPOSED else 1

@@ -200,7 +200,6 @@ def convolution(
             *tensors,
             tiles,
             samples,
-            kernels.ORIGIN,
             *x.stride(),
             0 if matrix.shape[1] == 1 else matrix.stride(1),
             matrix.stride(0),
@@ -211,7 +210,7 @@ def convolution(
             POOL_ACROSS=window[1],
             CHANNELS_INNERMOST=channels_innermost,
             PRECISION=precision,
-            PACKED=_packs(channels, tile.inner) and (down, across) == (1, 1),
+            PACKED=packs(channels, kernel, tile.inner) and (down, across) == (1, 1),
             **options,
             **tile.options,
         )
@@ -305,9 +304,19 @@ def _named(
     return found
 
 
-def _packs(channels: int, inner: int) -> bool:
-    """Return whether much of a partial product would be empty at one place of the kernel."""
-    return triton.cdiv(channels, inner) * inner > 1.25 * channels
+def packs(channels: int, kernel: tuple[int, int], inner: int) -> bool:
+    """Return whether several places of the kernel are multiplied at once.
+
+    That pays if much of a partial product would be empty at one place. Numbers of entries, and the
+    width of the kernel, must be small enough for the kernels' division.
+
+    Examples
+    --------
+    >>> packs(3, (3, 3), 32), packs(32, (3, 3), 32), packs(1, (1, 1500), 32)
+    (True, False, False)
+    """
+    pays = triton.cdiv(channels, inner) * inner > 1.25 * channels
+    return pays and channels * math.prod(kernel) + inner <= 2048 and kernel[1] <= 512
 
 
 def _step(geometry: Geometry, axis: int) -> int:

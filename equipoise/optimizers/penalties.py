@@ -11,6 +11,9 @@ from torch import Tensor
 
 from equipoise.tree import flat_rows
 
+# How many numbers are squared at a time.
+_PIECE = 1 << 16
+
 
 class Room(NamedTuple):
     """Memory for a number per element of several parameters.
@@ -125,7 +128,10 @@ class Penalties(NamedTuple):
 
 def _squared_length(whole: Tensor) -> Tensor:
     """Return the sum of squares of each row, or of a vector."""
-    if whole.dim() == 1:
-        # On a CPU, vector_norm loses four digits of ten million numbers in float32.
-        return torch.dot(whole, whole)
-    return torch.linalg.vector_norm(whole, dim=-1).square()
+    if whole.device.type != "cpu":
+        return torch.linalg.vector_norm(whole, dim=-1).square()
+    # On a CPU, dot and vector_norm lose four digits of ten million numbers in float32. The squares
+    # of all numbers at once would need memory as large as the model.
+    length = max(1, _PIECE // max(1, whole.numel() // max(1, whole.shape[-1])))
+    parts = [piece.square().sum(-1) for piece in whole.split(length, -1)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)

@@ -12,6 +12,14 @@ from equipoise.run.records import Row
 from equipoise.run.round_rows import BESIDE
 from equipoise.text import size
 
+_LAPS = {
+    "train": "local training",
+    "combine": "aggregation",
+    "evaluate": "evaluation",
+    "wait": "waiting for evaluations of earlier rounds",
+    BESIDE: "evaluation, during training",
+}
+
 
 def of_run(record: RunRecord) -> Section:
     """Return bytes and seconds."""
@@ -23,16 +31,8 @@ def of_run(record: RunRecord) -> Section:
         ["sent by clients", size(summary["bytes_up"]), size(summary["bytes_up"] / rounds)],
         ["received by clients", size(summary["bytes_down"]), size(summary["bytes_down"] / rounds)],
     ]
-    laps = {
-        name: [row[name] for row in record.timings if name in row]
-        for name in ("train", "combine", "evaluate", BESIDE)
-    }
-    for name, label in (
-        ("train", "local training"),
-        ("combine", "aggregation"),
-        ("evaluate", "evaluation"),
-        (BESIDE, "evaluation, during training"),
-    ):
+    laps = {name: [row[name] for row in record.timings if name in row] for name in _LAPS}
+    for name, label in _LAPS.items():
         if laps[name]:
             rows.append([label, f"{sum(laps[name]):.2f} s", f"{fmean(laps[name]):.3f} s"])
     after = table("In total and for each round", ["what", "total", "each round"], rows)

@@ -344,12 +344,14 @@ class Evaluator:
         Evaluation must only read the state of its round, the host must wait for nothing, and the
         GPU must have the memory. Personal models are read from memories, which training changes.
         Metrics of all outputs, counts and scores on the server's data are computed on the host.
+        The host copies samples that are not on the GPU, and those of models that need the batches
+        of each client.
         """
-        engine = self.engine
-        if not engine.defers or self.has_personal or self._averages_kept:
+        engine, network = self.engine, self.engine.network
+        if not engine.defers or self.has_personal or network.batchwise or not engine.keeps_samples:
             return False
         computes = self.metrics or engine.counting is not None or self.federation.server
-        return not computes and fits_beside(engine.network, self._largest_split)
+        return not computes and fits_beside(network, self._largest_split)
 
     @cached_property
     def _largest_split(self) -> int:

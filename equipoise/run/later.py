@@ -66,9 +66,9 @@ class LaterRounds:
     >>> cpu = torch.device("cpu")
     >>> later = LaterRounds(cpu, lambda row, clock: print(row))
     >>> later.add_beside(lambda: lambda: print("values of round 1"), {"round": 1}, Clock(cpu))
-    >>> later.advance()
+    >>> later.launch()
     >>> later.add_row({"round": 2}, Clock(cpu))
-    >>> later.advance()
+    >>> later.finish_launched()
     values of round 1
     {'round': 1}
     {'round': 2}
@@ -107,9 +107,9 @@ class LaterRounds:
     def add_beside(self, launch: Launch, row: Row, clock: Clock) -> None:
         """Add a round that is evaluated beside the training of later ones.
 
-        The next :meth:`advance` launches the evaluation. It begins when the device has done what
-        was launched before, such as the training of the next round. So the device evaluates while
-        the host combines updates and chooses clients, and would have nothing to do otherwise.
+        The next :meth:`launch` launches the evaluation. It begins when the device has done what was
+        launched before, such as the training of the next round. The device would be idle while the
+        host combines updates and chooses clients; it evaluates then.
         """
 
         def launch_beside() -> Finish:
@@ -127,19 +127,19 @@ class LaterRounds:
 
         self._rounds.append(_Round(launch=launch_beside))
 
-    def advance(self) -> None:
-        """Finish the rounds whose evaluation was launched before, and launch that of the others."""
+    def finish_launched(self) -> None:
+        """Finish the first rounds, up to one whose evaluation has not been launched."""
         while self._rounds and self._rounds[0].finish is not None:
             self._finish_first()
-        self._launch()
 
     def finish(self) -> None:
-        """Finish all rounds."""
-        self._launch()
-        while self._rounds:
-            self._finish_first()
+        """Finish all rounds. If an evaluation cannot be launched, those before it are finished."""
+        self.finish_launched()
+        self.launch()
+        self.finish_launched()
 
-    def _launch(self) -> None:
+    def launch(self) -> None:
+        """Launch the evaluations that have not been launched."""
         for each in self._rounds:
             if each.launch is not None:
                 each.finish, each.launch = each.launch(), None

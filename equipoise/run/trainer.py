@@ -345,14 +345,17 @@ class Trainer:
         receivers = len(cohort.ids)
         if number < self.training.rounds:
             self._trains.while_busy(lambda: self.participants.look_ahead(self.state))
-        advance = Once(self._later.advance)
-        self._trains.while_busy(advance)
+        finish, launch = Once(self._later.finish_launched), Once(self._later.launch)
+        self._trains.while_busy(finish)
+        self._trains.after_launch(launch)
         sent, trained = steps.train(prepared, cohort)
-        # Without a chunk of clients to train, the engine has not called it.
-        advance()
-        if not later:
-            self._later.finish()
+        # Without a chunk of clients to train, the engine has not called them.
+        finish()
+        launch()
         clock.lap("train", since=self._later.evaluated_at)
+        if self._later and not later:
+            self._later.finish()
+            clock.lap("wait")
         updates, trained_ids = trained, cohort.ids
         if guard is not None:
             prepared, updates, cohort = steps.screen(guard, prepared, sent, trained, cohort)

@@ -25,6 +25,16 @@ def test_strangers_get_the_first_memory():
     assert read(MemoryStore(), 4, 0) == ([[-1.0, -2.0]] * 2, [0.5, 0.5], [False, False])
 
 
+def test_nobody_has_no_memory():
+    store = MemoryStore()
+    for _ in range(2):
+        found, seen = store.read(np.array([], dtype=np.int64), FIRST)
+        assert found["kept"]["w"].shape == (0, 2)
+        assert found["other"]["b"].shape == seen.shape == (0,)
+        store.write(np.array([7]), memory(1.0))
+        store.commit()
+
+
 def test_memories_come_back_to_their_clients_in_any_order():
     store = MemoryStore()
     store.write(np.array([7, 2, 900_000]), memory(1.0, 2.0, 3.0))

@@ -122,6 +122,29 @@ def test_clipping_momentum_and_decay_come_after_the_penalty(options, clip, stren
     assert updates.reports["method_terms"].tolist() == pytest.approx(terms, abs=1e-13)
 
 
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_a_linear_part_is_made_when_its_phase_begins(chunk):
+    """Phases on (w - t)² from w = 0.5: a plain step, and one with v = 3 w, both with a rate of 0.1.
+
+    The first one gives w' = 0.4 + 0.2 t. The second one gives w' - 0.1 (2 (w' - t) + 3 w'), which
+    is 0.2 + 0.3 t.
+    """
+
+    @dataclass(frozen=True)
+    class Later(LocalRule):
+        def phases(self):
+            return (Phase(), Phase(penalty=Penalty(linear=self.pull)))
+
+        def pull(self, client):
+            return {name: 3 * tensor for name, tensor in client.moved().items()}
+
+    method, federation = build("fedavg", local=Later()), targets(3.0, -1.0, 0.2)
+    how = {"chunk": chunk, "steps": 1, "optimizer": Sgd(lr=0.1)}
+    (updates,) = play(method, federation, scalar(0.5), [[0, 1, 2]], **how).updates
+    found = updates.params["head.weight"].flatten().tolist()
+    assert found == pytest.approx([1.1, -0.1, 0.26], abs=1e-13)
+
+
 @CHUNKS
 def test_a_personal_part_is_kept_close_to_the_received_one(chunk):
     @dataclass(frozen=True)
@@ -285,8 +308,9 @@ def test_a_linear_part_that_is_a_tree_is_refused():
         ),
         (lambda client: {"w": client.x}, "linear of a Penalty uses samples, but it is called once"),
         (lambda client: {"w": client.features()}, "linear of a Penalty uses samples"),
+        (lambda client: {"w": client.y}, "linear of a Penalty uses samples"),
     ],
-    ids=["none", "empty", "shape", "x", "features"],
+    ids=["none", "empty", "shape", "x", "features", "y"],
 )
 def test_a_linear_part_that_is_none_is_refused(returned, message, chunk):
     rule = Heads(Phase(penalty=Penalty(linear=returned)))

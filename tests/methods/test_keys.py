@@ -50,7 +50,7 @@ def test_every_option_of_every_part(slot: str, name: str, option: str) -> None:
 @pytest.mark.parametrize(
     ("host", "key", "said"),
     [
-        ({"name": "fedprox", "mu": -1}, "mu", "fedprox.mu must be at least 0, got -1"),
+        ({"name": "fedprox", "mu": -1}, "mu", "fedprox.mu must be at least 0 and finite, got -1"),
         ({"name": "fedadam", "lr": -1}, "lr", "fedadam.lr must be a finite number"),
         ({"aggregation": {"name": "fedyogi", "tau": -1}}, "aggregation.tau", "fedyogi.tau must be"),
         (

@@ -125,6 +125,17 @@ def test_a_convolution_is_that_of_every_client(case):
     assert found[2].is_contiguous()
 
 
+def test_quotients_are_exact_wherever_places_are_packed():
+    """As in the kernels: a product in 32 bits, without its last 20."""
+    numbers = np.arange(2048, dtype=np.int32)
+    for divisor in range(1, 513):
+        factor = np.int32((1 << 20) // divisor + 1)
+        assert np.array_equal(numbers * factor >> 20, numbers // divisor), divisor
+    for channels, kernel, inner in [(1, (1, 513), 32), (1, (45, 45), 32), (256, (3, 3), 64)]:
+        assert not convolutions.packs(channels, kernel, inner)
+    assert convolutions.packs(1, (1, 512), 32)
+
+
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("precision", ["split", "tf32", "bfloat16"])
 def test_precisions(precision, relu):

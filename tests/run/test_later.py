@@ -23,6 +23,7 @@ from equipoise.engine.streams import beside, preferred
 from equipoise.errors import RunError
 from equipoise.host_copy import HostCopy
 from equipoise.run.evaluation import Evaluator, Reported
+from equipoise.run.later import LaterRounds
 from equipoise.run.participants import Participants
 from equipoise.run.round_rows import Clock, Moment, seconds_of
 from equipoise.run.round_steps import RoundSteps
@@ -36,7 +37,8 @@ ROUNDS = 7
 
 def deferring(monkeypatch):
     """Make engines defer work on a CPU as on a GPU, and note the rounds that end later."""
-    monkeypatch.setattr(StackedEngine, "defers", property(lambda engine: True))
+    for name in ("defers", "keeps_samples"):
+        monkeypatch.setattr(StackedEngine, name, property(lambda engine: True))
     return watched(monkeypatch)
 
 
@@ -129,9 +131,9 @@ def test_the_files_are_the_same(case, tmp_path, monkeypatch):
     assert {name for name in now if now[name] != found[name]} == set()
     timings, of_rounds = (rows_of(tmp_path / "later", name) for name in ("timings", "rounds"))
     assert [row["round"] for row in timings] == [row["round"] for row in of_rounds]
-    assert [[name.removesuffix("_beside") for name in row] for row in timings] == [
-        list(row) for row in rows_of(tmp_path / "now", "timings")
-    ]
+    assert [
+        [name.removesuffix("_beside") for name in row if name != "wait"] for row in timings
+    ] == [list(row) for row in rows_of(tmp_path / "now", "timings")]
     assert all(value >= 0 for row in timings for value in row.values())
 
 
@@ -336,6 +338,22 @@ def test_a_round_that_has_diverged_is_named_and_has_no_rows(
     assert files(tmp_path / "later") == files(tmp_path / "whole")
 
 
+def test_a_round_is_finished_if_the_evaluation_of_the_next_one_cannot_be_launched():
+    written = []
+    cpu = torch.device("cpu")
+    later = LaterRounds(cpu, lambda row, clock: written.append(row["round"]))
+
+    def launch_too_much():
+        raise RunError("out of memory")
+
+    later.add_beside(lambda: lambda: None, {"round": 1}, Clock(cpu))
+    later.launch()
+    later.add_beside(launch_too_much, {"round": 2}, Clock(cpu))
+    with pytest.raises(RunError, match="out of memory"):
+        later.finish()
+    assert written == [1]
+
+
 def failing(monkeypatch, number):
     train = RoundSteps.train
 
@@ -433,6 +451,21 @@ def test_training_begins_when_the_device_has_evaluated_the_round_before(tmp_path
     assert first["evaluate"] >= 0.5 <= second["evaluate"]
     assert second["train"] < 0.5 > third["train"]
     assert third["evaluate"] < 0.5
+
+
+def test_the_wait_for_evaluations_is_no_part_of_training(tmp_path, monkeypatch):
+    finish = LaterRounds.finish
+
+    def slowly(later):
+        time.sleep(0.2)
+        finish(later)
+
+    deferring(monkeypatch)
+    monkeypatch.setattr(LaterRounds, "finish", slowly)
+    run(tmp_path / "run", rounds=8, checkpoint_every=3)
+    timings = rows_of(tmp_path / "run", "timings")
+    assert [row["round"] for row in timings if "wait" in row] == [3, 6, 8]
+    assert all(row.get("wait", 0.2) >= 0.2 > row["train"] for row in timings)
 
 
 @needs_gpu
