@@ -22,7 +22,7 @@ import triton
 from torch import Tensor
 
 from equipoise.models import convolution_kernels as kernels
-from equipoise.models.kernel_tools import all_merged, one_client
+from equipoise.models.kernel_tools import FUSED, all_merged, one_client
 from equipoise.models.products import pay_on
 
 
@@ -128,6 +128,7 @@ def packed(weight: Tensor, transposed: bool, precision: str) -> Tensor:
             SPLIT=parts == 2,
             R=tile[0],
             C=tile[1],
+            **FUSED,
         )
     return made
 
@@ -181,6 +182,7 @@ def convolution(
                 M=_PIXELS,
                 N=_CHANNELS,
                 **options,
+                **FUSED,
             )
         return laid_out
     if tile is None:
@@ -213,6 +215,7 @@ def convolution(
             PACKED=packs(channels, kernel, tile.inner) and (down, across) == (1, 1),
             **options,
             **tile.options,
+            **FUSED,
         )
     return laid_out
 
@@ -252,7 +255,7 @@ def weight_gradient(
         if pieces and geometry.depthwise:
             tiles = triton.cdiv(channels, _CHANNELS) * (places + biased) * pieces
             kernels.depthwise_weight_sums[(tiles * clients,)](
-                *images, tiles, *lengths, *strides, N=_CHANNELS, K=_PIXELS, **options
+                *images, tiles, *lengths, *strides, N=_CHANNELS, K=_PIXELS, **options, **FUSED
             )
         elif pieces:
             tiles = triton.cdiv(channels * places, tile.rows) * triton.cdiv(results, tile.columns)
@@ -267,6 +270,7 @@ def weight_gradient(
                 PRECISION=precision,
                 **options,
                 **tile.options,
+                **FUSED,
             )
         tiles = triton.cdiv(entries, _BLOCK)
         kernels.add_pieces[(tiles * clients,)](
@@ -280,6 +284,7 @@ def weight_gradient(
             PLACES=places,
             BIASED=biased,
             BLOCK=_BLOCK,
+            **FUSED,
         )
     return of_weight, of_bias
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from equipoise.models.kernel_tools import FUSED
 from equipoise.random import _MULTIPLIERS
 
 # Hashes that a program makes.
@@ -56,6 +57,7 @@ class Mixed(torch.autograd.Function):
                 FIRST=_MULTIPLIERS[0],
                 SECOND=_MULTIPLIERS[1],
                 BLOCK=_BLOCK,
+                **FUSED,
             )
         return mixed
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from equipoise.models.convolutions import precision_on
-from equipoise.models.kernel_tools import all_merged, one_client
+from equipoise.models.kernel_tools import FUSED, all_merged, one_client
 from equipoise.models.products import stages
 
 # Rows of a program, and scores that fit its registers. With more classes it has fewer rows.
@@ -387,6 +387,7 @@ class HeadTerms(torch.autograd.Function):
                     WIDTH=_WIDTH,
                     num_stages=stages(scores.device, _STAGE, 3),
                     **options,
+                    **FUSED,
                 )
         return y, others, products
 
@@ -433,6 +434,7 @@ class HeadTerms(torch.autograd.Function):
                 COLUMNS=_COLUMNS,
                 num_stages=2,
                 **options,
+                **FUSED,
             )
         return upper, *made, None, None, None
 
@@ -540,7 +542,9 @@ class Terms(torch.autograd.Function):
         given = _rows(values, scores, others, products)
         programs, options = _cut(scores, products)
         with torch.cuda.device_of(scores):
-            _add_terms[(programs,)](*given, y, *_sizes(scores, products), weight, **options)
+            _add_terms[(programs,)](
+                *given, y, *_sizes(scores, products), weight, **options, **FUSED
+            )
         return y
 
     @staticmethod
@@ -568,6 +572,7 @@ class Terms(torch.autograd.Function):
                     ctx.weight,
                     upper.stride(0),
                     **options,
+                    **FUSED,
                 )
         return upper, *made, None
 

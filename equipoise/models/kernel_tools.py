@@ -12,6 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Multiply and add in one instruction. From version 3.10 on, Triton does so only if it is asked to.
+FUSED = {"enable_fp_fusion": True}
+
 
 @triton.jit
 def _rounded(x: tl.tensor) -> tl.tensor:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from equipoise.models.kernel_tools import merge_clients, one_client
+from equipoise.models.kernel_tools import FUSED, merge_clients, one_client
 from equipoise.random import _GOLDEN, _MULTIPLIERS
 
 
@@ -174,7 +174,7 @@ class StackedMaxPool(torch.autograd.Function):
         winner = torch.empty_permuted(shape, order, dtype=torch.int8, device=x.device)
         grid, options = _pooling(planes, shape[3:], window, *_WINDOWS)
         with torch.cuda.device_of(x):
-            _pool[grid](planes, y, winner, len(planes), RELU=relu, **options)
+            _pool[grid](planes, y, winner, len(planes), RELU=relu, **options, **FUSED)
         return y, winner
 
     @staticmethod
@@ -209,6 +209,7 @@ class StackedMaxPool(torch.autograd.Function):
                 len(planes),
                 *above.stride(),
                 **options,
+                **FUSED,
             )
         return of_x, None, None
 
@@ -343,6 +344,7 @@ class StackedDraw(torch.autograd.Function):
                 FIRST=_MULTIPLIERS[0],
                 SECOND=_MULTIPLIERS[1],
                 HASHES=_HASHES,
+                **FUSED,
             )
         return factors
 

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from equipoise.models.kernel_tools import FUSED
 from equipoise.models.products import pay_on, stages
 from equipoise.models.recurrent import recurrence
 
@@ -298,6 +299,7 @@ class StackedRecurrence(torch.autograd.Function):
                     *(outputs.stride()[:2] if later else (samples * hidden, 0)),
                     KEEP=keep,
                     **options,
+                    **FUSED,
                 )
         return outputs, cells[:, -1].to(driven.dtype, copy=True), cells, gates
 
@@ -348,6 +350,7 @@ class StackedRecurrence(torch.autograd.Function):
                     *(outputs.stride()[:2] if later else (samples * hidden, 0)),
                     LAST=step == steps - 1,
                     **options,
+                    **FUSED,
                 )
         of_weight = changes[:, 0].transpose(1, 2) @ output
         if steps > 1:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from equipoise.models import norm_kernels as kernels
-from equipoise.models.kernel_tools import all_merged, empty_as, one_client
+from equipoise.models.kernel_tools import FUSED, all_merged, empty_as, one_client
 from equipoise.models.norm_layers import masked_norm
 
 # ---- launching -----------------------------------------------------------------------------------
@@ -127,7 +127,15 @@ class _Work:
         flat = each > 1 and all(x.stride(1) == each * x.stride(3) for x in images)
         strides = (stride for x in images for stride in x.stride())
         kernel[(self.blocks * parts[0],)](
-            *images, *others, *parts, *self.sizes, *strides, FLAT=flat, **self.tile, **options
+            *images,
+            *others,
+            *parts,
+            *self.sizes,
+            *strides,
+            FLAT=flat,
+            **self.tile,
+            **options,
+            **FUSED,
         )
 
     def combine(self, kernel: Any, *given: Any, **options: bool) -> None:
@@ -140,6 +148,7 @@ class _Work:
             PIECES=_power(self.pieces),
             num_warps=self.tile["num_warps"],
             **options,
+            **FUSED,
         )
 
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from equipoise.models.kernel_tools import high_part, low_part
+from equipoise.models.kernel_tools import FUSED, high_part, low_part
 
 _SPLIT = {"ROWS": 16, "COLUMNS": 128}
 _TILE = {"ROWS": 128, "COLUMNS": 128, "INNER": 32, "num_warps": 8}
@@ -127,7 +127,7 @@ def split(x: Tensor) -> Tensor:
     parts = x.new_empty(2, rows, columns)
     grid = triton.cdiv(rows, _SPLIT["ROWS"]), triton.cdiv(columns, _SPLIT["COLUMNS"])
     with torch.cuda.device_of(x):
-        _split[grid](x, parts, rows, columns, *x.stride(), **_SPLIT)
+        _split[grid](x, parts, rows, columns, *x.stride(), **_SPLIT, **FUSED)
     return parts
 
 
@@ -156,6 +156,7 @@ class SplitProduct(torch.autograd.Function):
                 BIASED=bias is not None,
                 num_stages=stages(x.device, _STAGE, 4),
                 **_TILE,
+                **FUSED,
             )
         return y
 

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from equipoise.models.kernel_tools import FUSED
+
 # A program multiplies its weights by all rows of a client's batch at once. There may be this many.
 _MOST_ROWS = 32
 # Weights of a client from which on these kernels are used, and the shortest rows of weights. The
@@ -217,6 +219,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str) -> 
             PIECE=_PIECE,
             SAMPLES=_padded(samples),
             **_FORWARD,
+            **FUSED,
         )
         tiles = triton.cdiv(samples * rows, _BLOCK)
         _add_pieces[(tiles * clients,)](
@@ -229,6 +232,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, precision: str) -> 
             rows,
             BIASED=bias is not None,
             BLOCK=_BLOCK,
+            **FUSED,
         )
     return y
 
@@ -269,6 +273,7 @@ def multiply_back(upper: Tensor, weight: Tensor, precision: str) -> Tensor:
             ARITHMETIC=_arithmetic(precision, samples),
             SAMPLES=_padded(samples),
             **_BACKWARD,
+            **FUSED,
         )
     return of_x
 

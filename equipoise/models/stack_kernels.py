@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from equipoise.models.kernel_tools import FUSED
+
 # How many numbers of a row a program adds over all clients, or copies.
 _ADDED, _COPIED = 1024, 4096
 # How many clients a program reads before it adds them, because it would wait for each otherwise.
@@ -116,6 +118,7 @@ def weighted_sums(stacks: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
                 TENSORS=table.shape[1],
                 BLOCK=_ADDED,
                 AHEAD=_AHEAD,
+                **FUSED,
             )
     return sums
 
@@ -153,6 +156,7 @@ def copy_rows(
                 number,
                 TENSORS=table.shape[1],
                 BLOCK=_COPIED,
+                **FUSED,
             )
 
 

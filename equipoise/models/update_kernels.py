@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from equipoise.models.convolution_kernels import add_products
+from equipoise.models.kernel_tools import FUSED
 
 if TYPE_CHECKING:
     from equipoise.optimizers.penalties import Penalties
@@ -590,6 +591,7 @@ def _launch_factors(group: list[Any], tiles: int, partials: _Partials, step: _St
         PRECISION=precision,
         **step.options,
         **_tile(factors),
+        **FUSED,
     )
 
 
