@@ -163,7 +163,7 @@ def measure(
         "fastest": min(timed),
         "rounds": len(timed),
         "gpu_mib": torch.cuda.max_memory_reserved() >> 20 if on_gpu else None,
-        "not_replayed": trainer.engine.not_replayed,
+        "slowed_by": trainer.engine.slowed_by,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "torch": torch.__version__,
     }

@@ -202,8 +202,8 @@ class Engine(Protocol):
         """Return common and stacked tensors of personal models, in the order of ``clients``."""
 
     @property
-    def not_replayed(self) -> str | None:
-        """Why steps that should be replayed on a GPU ran from Python, if some are known to."""
+    def slowed_by(self) -> list[str]:
+        """What is known to make steps on a GPU slower than they could be, one text each."""
 
     @property
     def remembering(self) -> list[int]:

@@ -227,8 +227,8 @@ class Replay:
             cause = list(_chain(error))[-1]
             self.failure = " ".join(str(cause).split())[:300] or type(cause).__name__
             warnings.warn(
-                "steps of this method cannot be replayed on the GPU and run from Python: "
-                f"{self.failure}",
+                "steps of this method cannot be replayed on the GPU and run from Python, which is "
+                f"slower: {self.failure}",
                 stacklevel=3,
             )
             program(inputs)

@@ -94,6 +94,10 @@ class Share:
         """List the clients whose memories are here."""
         return self.engine.remembering
 
+    def slowed_by(self, clients: Ints, rows: Tree) -> list[str]:
+        """List what makes steps slower here than they could be."""
+        return self.engine.slowed_by
+
     def commit(self, clients: Ints, rows: Tree, *, ids: Ints) -> None:
         """Make what clients wrote in a round their newest memory."""
         self.engine.memory.commit(ids)
@@ -126,7 +130,7 @@ class Adapted:
 
 
 # Tasks that every process carries out, whether or not it has clients.
-_EVERYWHERE = frozenset({"remembering", "commit", "export", "restore"})
+_EVERYWHERE = frozenset({"remembering", "slowed_by", "commit", "export", "restore"})
 
 
 def serve(link: Link, share: Callable[[], Share]) -> Any:

@@ -104,7 +104,6 @@ class SpreadEngine:
     metrics: Any = _OfHere()
     counting: Any = _OfHere()
     total_was_read: Any = _OfHere()
-    not_replayed: Any = _OfHere()
 
     def __init__(self, here: StackedEngine, link: Link | Alone, method: Method) -> None:
         self.here, self.link, self.method = here, link, method
@@ -246,6 +245,13 @@ class SpreadEngine:
         )
         own = complete.tree(lambda found: found)
         return {name: tensor for name, tensor in model.items() if name not in own}, own
+
+    @property
+    def slowed_by(self) -> list[str]:
+        """What makes steps slower, in this process and, as long as they run, in the others."""
+        own, *others = self.everywhere("slowed_by")
+        named = ((f"process {rank}", each) for rank, each in enumerate(others, start=1))
+        return own + [f"{name}: {what}" for name, each in named for what in each]
 
     @property
     def remembering(self) -> list[int]:

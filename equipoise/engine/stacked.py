@@ -36,6 +36,7 @@ from equipoise.federation import Federation, Split
 from equipoise.losses import check_loss
 from equipoise.method import LocalRule, Method, mix_tree
 from equipoise.metrics import Metric
+from equipoise.models.kernel_modules import why_not
 from equipoise.random import Purpose
 from equipoise.tree import PERSONAL, Tree
 
@@ -275,12 +276,17 @@ class StackedEngine:
         return changed
 
     @property
-    def not_replayed(self) -> str | None:
-        """Why steps that should be replayed on the GPU ran from Python, if some did."""
-        on_gpu = self.network.device.type == "cuda"
-        if self.machine.replay and on_gpu and not self.data.on_gpu:
-            return "the samples are not in the memory of the GPU"
-        return self.workshop.not_replayed
+    def slowed_by(self) -> list[str]:
+        """What makes steps on a GPU slower than they could be, one text each."""
+        device, found = self.network.device, []
+        on_gpu, not_replayed = device.type == "cuda", self.workshop.not_replayed
+        if on_gpu and self.machine.replay and not self.data.on_gpu:
+            not_replayed = "the samples are not in the memory of the GPU"
+        if not_replayed is not None:
+            found.append(f"steps ran from Python and were not replayed on the GPU: {not_replayed}")
+        if on_gpu and (no_kernels := why_not(device)) is not None:
+            found.append(f"GPU kernels were not used: {no_kernels}")
+        return found
 
     @property
     def remembering(self) -> list[int]:

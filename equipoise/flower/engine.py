@@ -102,7 +102,7 @@ class FlowerEngine:
         self.absent: dict[int, str] = {}
         self._evaluated = -1
         self.total_was_read = False
-        self.not_replayed: str | None = None
+        self.slowed_by: list[str] = []
         self.metrics: tuple[Metric, ...] = ()
         self.counting: Counting | None = None
         self._measured: tuple[Tree, Answers[Answer]] | None = None

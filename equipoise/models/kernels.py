@@ -11,9 +11,7 @@ is installed: see ``equipoise.models.kernel_modules``.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,22 +22,19 @@ from torch import Tensor
 
 from equipoise.models.kernel_tools import FUSED, merge_clients, one_client
 from equipoise.random import _GOLDEN, _MULTIPLIERS
+from equipoise.text import one_line, printable
 
 
-@cache
-def work_on(device: torch.device) -> bool:
-    """Return whether Triton can build and launch kernels for a device.
+def failure_on(device: torch.device) -> str | None:
+    """Return why Triton cannot build and launch kernels for a device; ``None`` if it can.
 
     It needs a recent GPU and a C compiler.
     """
     try:
         StackedMaxPool.apply(torch.zeros(1, 1, 1, 2, 2, device=device), (2, 2), False)
     except Exception as error:  # A driver, a compiler or Triton itself: each has errors of its own.
-        warnings.warn(
-            f"Triton cannot build kernels for {device}, steps will be slower: {error}", stacklevel=2
-        )
-        return False
-    return True
+        return f"Triton cannot build kernels for {device}: {printable(one_line(error), 300)}"
+    return None
 
 
 # ---- max-pooling ---------------------------------------------------------------------------------

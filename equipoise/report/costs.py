@@ -48,6 +48,8 @@ def of_run(record: RunRecord) -> Section:
         )
     else:
         after += paragraph("The run was made by a release that did not count messages.")
+    for what in _slowed_by(record):
+        after += paragraph(f"The run was slower than it could be: {what}.")
     series = [
         Series(name, [row["round"] for row in record.timings if name in row], values, hue=hue)
         for hue, (name, values) in enumerate(laps.items())
@@ -71,7 +73,7 @@ def _asked(row: Row) -> int:
 def compared(comparison: Comparison) -> Section:
     """Return bytes and seconds of all methods."""
     title = "Bytes and seconds"
-    rows = []
+    rows, slowed = [], []
     for label, records in comparison.runs.items():
         moved = [fmean(r.summary[name] for r in records) for name in ("bytes_up", "bytes_down")]
         seconds = [record.seconds for record in records if record.seconds is not None]
@@ -79,6 +81,16 @@ def compared(comparison: Comparison) -> Section:
         taken = f"{fmean(seconds):.2f}" if seconds else "–"
         each = f"{fmean(seconds) / rounds:.3f}" if seconds and rounds else "–"
         rows.append([label, f"{rounds:g}", *map(size, moved), taken, each])
+        slowed += [f"{label}: {what}" for record in records for what in _slowed_by(record)]
     header = ["method", "rounds", "sent by clients", "received", "seconds", "seconds per round"]
     body = paragraph("Means over seeds. Seconds include evaluation for this report, bytes do not.")
-    return Section("costs", title, body + table(comparison.title("Cost of a run"), header, rows))
+    body += table(comparison.title("Cost of a run"), header, rows)
+    if slowed:
+        told = "; ".join(dict.fromkeys(slowed))
+        body += paragraph(f"Some runs were slower than they could be. {told}.")
+    return Section("costs", title, body)
+
+
+def _slowed_by(record: RunRecord) -> list[str]:
+    """List what made a run on a GPU slower than it could be."""
+    return list(record.summary.get("slowed_by", ()))

@@ -45,7 +45,7 @@ def summary_of(trainer: Trainer) -> dict[str, Any]:
         "select": trainer.evaluation.select,
         **({"select_by": trainer.evaluation.select_by} if trainer.evaluation.select_by else {}),
         **({"stopped": trainer.stopped} if trainer.stopped else {}),
-        **({"not_replayed": slow} if (slow := trainer.not_replayed) else {}),
+        **({"slowed_by": slowed_by} if (slowed_by := trainer.slowed_by) else {}),
         "task": task.name,
         "score": task.score,
         **({"metrics": {metric.name: _declared(metric) for metric in metrics}} if metrics else {}),

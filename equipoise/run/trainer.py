@@ -528,9 +528,10 @@ class Trainer:
         return summary_of(self)
 
     @property
-    def not_replayed(self) -> str | None:
-        """Why steps are not replayed as CUDA graphs, or ``None`` if they are."""
-        return self.engine.not_replayed or self._trains.not_replayed
+    def slowed_by(self) -> list[str]:
+        """What made steps on a GPU slower than they could be, one text each."""
+        engines = (self.engine, self._trains)
+        return list(dict.fromkeys(what for engine in engines for what in engine.slowed_by))
 
     # ---- checkpoints -----------------------------------------------------------------------------
 

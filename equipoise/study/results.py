@@ -38,6 +38,7 @@ from equipoise.study.significance import (
     rank_methods,
 )
 from equipoise.study.tuned import choices_of, reference_mean
+from equipoise.text import plural
 
 if TYPE_CHECKING:
     from equipoise.study.plan import Job, Study
@@ -361,7 +362,7 @@ class Results:
 
     @property
     def warnings(self) -> list[str]:
-        """List the metrics that are missing although their runs succeeded."""
+        """List what users should know about runs that succeeded, such as missing metrics."""
         summaries, by = self.summaries.values(), self.study.tuning.by
         empty = [
             metric
@@ -375,6 +376,9 @@ class Results:
                     f"{metric}: up to {most} client{'s' * (most > 1)} of a run have no value and "
                     "are left out; left_out_clients in summary.json names them"
                 )
+        slowed = [what for run in summaries for what in run.get("slowed_by", ())]
+        for what, runs in Counter(slowed).items():
+            found.append(f"{plural(runs, 'run')} slower than possible: {what}")
         for setting in self.study.whole_settings:
             if self.chosen(setting) and reference_mean(self, setting) is None:
                 found.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from equipoise.cli.show.run import show_run
-from equipoise.engine import blocks, replay, workshop
+from equipoise.engine import blocks, replay, stacked, workshop
 from equipoise.engine.phase_run import PhaseRun, Shape, Span
 from equipoise.engine.replay import Replay
 from equipoise.engine.settings import Machine, Training
@@ -156,7 +157,7 @@ def test_memory_that_runs_out_is_freed_before_a_program_is_given_up():
     ended = RuntimeError("the capture has failed")
     ended.__context__ = torch.OutOfMemoryError("full")
     recorder.fails = [ended, torch.OutOfMemoryError("still\nfull")]
-    with pytest.warns(UserWarning, match="run from Python: still full"):
+    with pytest.warns(UserWarning, match="which is slower: still full"):
         add(1, "c")
     assert add.replay.failure == "still full"
     # Nothing is recorded any more.
@@ -171,7 +172,7 @@ def test_the_first_error_of_a_capture_is_reported():
     ended = RuntimeError("operation failed due to a previous error during capture")
     ended.__context__ = RuntimeError("this operation waits for the host")
     recorder.fails = [ended]
-    with pytest.warns(UserWarning, match="run from Python: this operation waits for the host"):
+    with pytest.warns(UserWarning, match="which is slower: this operation waits for the host"):
         add(1, "a")
 
 
@@ -357,16 +358,32 @@ def test_a_run_whose_steps_cannot_be_replayed_says_so_in_its_summary(capsys):
     with pytest.warns(UserWarning, match="cannot be replayed"):
         trainer = equal_clients(3, refusing)
     reason = "operation not permitted [b]when[/b] capturing"
-    assert trainer.summary()["not_replayed"] == reason
-    assert "not_replayed" not in equal_clients(3, Rerun()).summary()
+    said = f"steps ran from Python and were not replayed on the GPU: {reason}"
+    assert trainer.summary()["slowed_by"] == [said]
+    assert "slowed_by" not in equal_clients(3, Rerun()).summary()
     run = train(
         images(splits=(0.6, 0.2, 0.2)), rounds=1, machine=Machine(device="cpu"), model="logistic"
     )
     show_run(run)
     assert "slow" not in capsys.readouterr().out
-    run.summary["not_replayed"] = reason
+    run.summary["slowed_by"] = [said]
     show_run(run)
-    assert f"not replayed on the GPU, because {reason}" in capsys.readouterr().out
+    assert f"slower than it could be: {said}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_gpu_without_kernels_or_samples_is_said_to_be_slow(monkeypatch):
+    engine = equal_clients(1, Rerun()).engine
+    monkeypatch.setattr(stacked, "why_not", lambda device: "Triton is not installed")
+    assert engine.slowed_by == []
+    monkeypatch.setattr(engine, "network", SimpleNamespace(device=torch.device("cuda", 0)))
+    assert engine.slowed_by == [
+        "steps ran from Python and were not replayed on the GPU: the samples are not in the memory "
+        "of the GPU",
+        "GPU kernels were not used: Triton is not installed",
+    ]
+    # Who switches replaying off knows why.
+    monkeypatch.setattr(engine, "machine", Machine(device="cpu", replay=False))
+    assert engine.slowed_by == ["GPU kernels were not used: Triton is not installed"]
 
 
 def test_work_of_the_host_is_done_once_when_steps_have_been_launched():
@@ -454,7 +471,8 @@ def test_an_optimizer_that_cannot_be_replayed_is_named():
     )
     trainer.engine.workshop = Workshop(Replay(Rerun()))
     trainer.run()
-    assert "dampening=0.5" in trainer.summary()["not_replayed"]
+    (what,) = trainer.summary()["slowed_by"]
+    assert "dampening=0.5" in what
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from equipoise import Evaluation, Machine
 from equipoise.engine.cohort import StackedCohort
 from equipoise.engine.spread import balanced
+from equipoise.engine.stacked import StackedEngine
 from equipoise.errors import InputError, RunError
 from equipoise.methods import names
 from equipoise.run.directory import read_config
@@ -105,6 +106,17 @@ def test_metrics_and_models_are_those_of_one_process(method, in_threads, tmp_pat
     for one, other in pairs:
         there, here = one.state_dict(), other.state_dict()
         assert all(torch.allclose(there[name], here[name], atol=1e-9) for name in here)
+
+
+def test_what_slows_other_processes_is_in_the_summary(in_threads, monkeypatch):
+    def slowed_by(engine):
+        # Process 1 is the one that the fixture has seen.
+        other = any(engine is share.engine for share in in_threads)
+        return ["no room for graphs"] if other else ["no kernels"]
+
+    monkeypatch.setattr(StackedEngine, "slowed_by", property(slowed_by))
+    run = small_run(machine=SEVERAL, rounds=1)
+    assert run.summary["slowed_by"] == ["no kernels", "process 1: no room for graphs"]
 
 
 def test_memories_live_where_their_clients_do(in_threads):

@@ -18,7 +18,7 @@ from equipoise import tasks
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine, Training
 from equipoise.methods import build as method_named
-from equipoise.models import build
+from equipoise.models import build, kernel_modules
 from equipoise.models.convolution_layers import MaxPool
 from equipoise.models.dropout import Dropout, dropped
 from equipoise.models.norm_layers import BatchNorm, masked_norm
@@ -172,7 +172,7 @@ def test_results_may_be_changed_in_place():
 
 
 def test_kernels_work_where_these_tests_run():
-    assert vmap(lambda x: x + kernels.work_on(x.device))(
+    assert vmap(lambda x: x + (kernels.failure_on(x.device) is None))(
         torch.zeros(2, device=DEVICE)
     ).tolist() == [1, 1]
 
@@ -182,15 +182,24 @@ def test_a_device_without_kernels_is_told_once(monkeypatch):
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(kernels.StackedMaxPool, "apply", no_compiler)
-    device = torch.device(DEVICE, 0)
-    kernels.work_on.cache_clear()
-    with pytest.warns(
-        UserWarning,
-        match=f"Triton cannot build kernels for {DEVICE}:0, steps will be slower: Failed",
-    ):
-        assert not kernels.work_on(device)
-    assert not kernels.work_on(device)
-    kernels.work_on.cache_clear()
+    reason = f"Triton cannot build kernels for {DEVICE}:0: Failed to find C compiler"
+    assert_told_once(torch.device(DEVICE, 0), reason)
+
+
+def test_a_device_without_triton_is_told_once(monkeypatch):
+    monkeypatch.setattr(kernel_modules, "find_spec", lambda name: None)
+    assert_told_once(torch.device(DEVICE, 0), "Triton is not installed")
+
+
+def assert_told_once(device, reason):
+    for cached in (kernel_modules.why_not, kernel_modules.module_with_triton):
+        cached.cache_clear()
+    with pytest.warns(UserWarning, match=f"steps will be slower: {reason}"):
+        assert kernel_modules.module_with_triton("kernels", device) is None
+    assert kernel_modules.module_with_triton("norms", device) is None
+    assert kernel_modules.why_not(device) == reason
+    for cached in (kernel_modules.why_not, kernel_modules.module_with_triton):
+        cached.cache_clear()
 
 
 def test_a_gradient_inside_vmap():

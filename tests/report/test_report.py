@@ -145,6 +145,20 @@ def test_bytes_and_seconds(tmp_path):
     assert table["evaluation"]["each round"] == "0.062 s"
 
 
+def test_a_run_that_was_slow_says_why(tmp_path):
+    what = "steps ran from Python and were not replayed on the GPU: <b>no</b> room"
+    runs = {
+        name: write_run(tmp_path / name / "seed0", seed=0, method=name)
+        for name in ("fedavg", "fedprox")
+    }
+    slow = runs["fedprox"] / "summary.json"
+    slow.write_text(json.dumps(json.loads(slow.read_text()) | {"slowed_by": [what]}))
+    assert f"The run was slower than it could be: {what}." in page_of(runs["fedprox"]).text
+    assert "slower" not in page_of(runs["fedavg"]).text
+    both = page_of(*runs.values(), out=tmp_path / "both.html").text
+    assert f"Some runs were slower than they could be. fedprox: {what}." in both
+
+
 def test_which_accuracy_it_is(tmp_path, ditto):
     text = page_of(ditto).text
     assert "Which accuracy is it?" in text

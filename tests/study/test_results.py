@@ -107,6 +107,19 @@ def test_latex_has_the_same_marks():
     assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 1
 
 
+def test_slow_runs_are_counted_by_reason():
+    results = results_of()
+    assert not results.warnings
+    what = "GPU kernels were not used: Triton is not installed"
+    first, second, *_ = results.summaries.values()
+    first["slowed_by"] = [what, "process 1: something else"]
+    second["slowed_by"] = [what]
+    assert results.warnings == [
+        f"2 runs slower than possible: {what}",
+        "1 run slower than possible: process 1: something else",
+    ]
+
+
 def test_heads_in_latex_are_words_and_names_elsewhere():
     shown = ["auroc", "auroc.mean", "my_own.worst10", "global.unseen.mean", "groups.a_b"]
     part = {"mean": 0.5, "groups": {"mean": 0.25, "a_b": 0.75}}

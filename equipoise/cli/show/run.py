@@ -63,11 +63,8 @@ def show_run(run: Run) -> None:
         )
     moved = f"{size(summary['bytes_up'])} sent by clients, {size(summary['bytes_down'])} received"
     console.print(f"moved: {moved}; time: {_seconds(run):.1f} s")
-    if "not_replayed" in summary:
-        console.print(
-            "slow: steps ran from Python and were not replayed on the GPU, because "
-            f"{summary['not_replayed']}"
-        )
+    for what in summary.get("slowed_by", ()):
+        console.print(f"slower than it could be: {what}")
     if run.directory:
         console.print(f"files: {run.directory}", soft_wrap=True)
 
