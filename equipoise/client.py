@@ -70,13 +70,18 @@ class Targets:
     def __get__(self, client: Client | None, owner: type[Client]) -> Tensor:
         if client is None:
             raise AttributeError("y has no default")
-        given: Tensor | None = vars(client)["y"]
-        if given is None:
+        if (given := self.given(client)) is None:
             raise _without_batch()
         return given
 
     def __set__(self, client: Client, given: Tensor | None) -> None:
         vars(client)["y"] = given
+
+    @staticmethod
+    def given(client: Client) -> Tensor | None:
+        """Return what the client was created with."""
+        given: Tensor | None = vars(client)["y"]
+        return given
 
 
 def _without_batch() -> InputError:
@@ -306,6 +311,7 @@ class Client:
         client = replace(
             self,
             x=given,
+            y=Targets.given(self),
             params={**self.params, **(params or {})},
             moving=self.moving if train else frozenset(),
         )
@@ -357,7 +363,11 @@ class Client:
         }
         # With personal features z is not precomputed, so it belongs to them.
         client = replace(
-            self, x=Inputs.given(self), params={**self.params, **own}, overlaid=frozenset(own)
+            self,
+            x=Inputs.given(self),
+            y=Targets.given(self),
+            params={**self.params, **own},
+            overlaid=frozenset(own),
         )
         if "z" in self._computed and not any(in_parts(name, "features") for name in own):
             client._computed["z"] = self._computed["z"]

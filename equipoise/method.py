@@ -247,6 +247,8 @@ def combine_checked(
     """Call ``combine`` of an aggregation, and check the model that it returns.
 
     It must have the same names and shapes. Either all tensors that clients sent are set, or none.
+    The state before must not change: it may still be evaluated, or ``combine`` called again without
+    lost clients.
 
     Parameters
     ----------
@@ -276,8 +278,14 @@ def combine_checked(
     Traceback (most recent call last):
     equipoise.errors.InputError: aggregation 'forgetful': combine left w out of the model; ...
     """
+    before = _versions(state)
     after: object = aggregation.combine(state, updates, cohort)
     where = f"aggregation {aggregation.name or type(aggregation).__name__!r}: combine"
+    if changed := [name for name, version in _versions(state).items() if version != before[name]]:
+        raise InputError(
+            f"{where} changed {changed[0]} of the state in place; return a new state, and change "
+            "copies of its tensors only, such as those of clone()"
+        )
     checked = check_state(state, after, where)
     unset = [name for name, tensor in checked.model.items() if tensor is state.model[name]]
     # A round without any new tensor is valid: the weights of all clients may be zero.
@@ -290,6 +298,17 @@ def combine_checked(
                 f"state.model[{forgotten[0]!r}].clone()"
             )
     return checked
+
+
+def _versions(state: State) -> dict[str, int]:
+    """Return how often each tensor of a state has been changed in place."""
+    trees = {"model": state.model, **state.server}
+    return {
+        f"{name!r} of {tree!r}": tensor._version
+        for tree, tensors in trees.items()
+        for name, tensor in tensors.items()
+        if not tensor.is_inference()
+    }
 
 
 def check_state(state: State, after: object, where: str) -> State:

@@ -141,7 +141,8 @@ class Penalty:
     linear : callable, optional
         Takes a :class:`~equipoise.client.Client` and returns v: a tree with the names that the
         parameters have in the shared model. Other names are ignored. It is called once when a phase
-        begins, so v is constant during the phase, and the client has no batch. Without it, v is 0.
+        begins, so v is constant during the phase, and the client has no batch. ``interleaved``
+        phases begin together. Without it, v is 0.
 
     Examples
     --------
@@ -230,6 +231,11 @@ class Phase:
                 raise InputError(
                     f"the loss of a Phase must be a function of a client, got {loss!r}"
                 )
+        if self.penalty is not None and not isinstance(self.penalty, Penalty):
+            raise InputError(
+                f"the penalty of a Phase must be a Penalty, such as Penalty(0.1), got "
+                f"{self.penalty!r}"
+            )
         if self.optimizer is not None:
             check_optimizer(self.optimizer, "the optimizer of a Phase")
         if len(self.losses) != 1 and (not self.losses or len(self.losses) % self.gradient.batches):

@@ -188,6 +188,7 @@ def fits_beside(network: Network, samples: int) -> bool:
     if network.device.type == "cpu":
         return True
     numbers = min(samples, samples_a_pass(network, 1)) * network.activations
+    numbers += network.fixed_activations
     memory = torch.cuda.get_device_properties(network.device).total_memory
     return numbers * network.dtype.itemsize <= _BESIDE_SHARE * memory
 

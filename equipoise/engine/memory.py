@@ -122,7 +122,8 @@ class MemoryStore:
         clients : int array
             The clients.
         first : Memory
-            The memory of a client that has none.
+            The memory of a client that has none, and what all clients have of trees that were
+            never written.
         device : torch.device, optional
             The device of the result.
         maybe : iterable of str
@@ -146,22 +147,21 @@ class MemoryStore:
         firsts: Sequence[tuple[str, Tensor]],
         device: torch.device | None,
     ) -> list[Tensor]:
-        """Stack rows of stored tensors, and first values where the slot is -1."""
+        """Stack rows of stored tensors, and first values where there are none."""
         known = np.flatnonzero(slots >= 0)
-        stored = []
-        if len(known):
-            stored = chosen_rows(
-                [self._stacks[name] for name, _ in firsts], torch.from_numpy(slots[known])
-            )
-            stored = [stack.to(device or stack.device) for stack in stored]
-        if len(known) and len(known) == len(slots):
-            return stored
-        repeated = [first.expand(len(slots), *first.shape) for _, first in firsts]
-        made = [reused_memory.empty(each.shape, each.dtype, each.device) for each in repeated]
-        copy_all(made, repeated)
-        if stored:
-            put_rows(made, stored, torch.from_numpy(known))
-        return made
+        names = [name for name, _ in firsts if name in self._stacks] if len(known) else []
+        rows = chosen_rows([self._stacks[name] for name in names], torch.from_numpy(slots[known]))
+        stored = {n: rows.to(device or rows.device) for n, rows in zip(names, rows, strict=True)}
+        whole = stored if len(known) == len(slots) else {}
+        repeated = {n: f.expand(len(slots), *f.shape) for n, f in firsts if n not in whole}
+        made = {
+            name: reused_memory.empty(each.shape, each.dtype, each.device)
+            for name, each in repeated.items()
+        }
+        copy_all(list(made.values()), list(repeated.values()))
+        if names and not whole:
+            put_rows([made[name] for name in names], list(stored.values()), torch.from_numpy(known))
+        return [(whole | made)[name] for name, _ in firsts]
 
     def newest(
         self, clients: NDArray[np.int64], first: Memory, device: torch.device | None = None
@@ -177,9 +177,10 @@ class MemoryStore:
         for owners, flat in self._pending:
             _, here, there = np.intersect1d(clients, owners, return_indices=True)
             stacks = {
-                f"{tree}/{name}": stack
+                flat_name: stack
                 for tree, values in memory.items()
                 for name, stack in values.items()
+                if (flat_name := f"{tree}/{name}") in flat
             }
             new = chosen_rows([flat[name] for name in stacks], torch.from_numpy(there))
             put_rows(list(stacks.values()), new, torch.from_numpy(here))

@@ -119,10 +119,13 @@ class PhasePenalty:
 
 def _checked(found: Any, name: str, like: Tensor) -> Tensor:
     """Return a tensor of v, or refuse what a user's function has returned instead."""
-    given = found.get(name) if isinstance(found, Mapping) else found
+    in_a_tree = isinstance(found, Mapping)
+    given = found.get(name) if in_a_tree else None
     if isinstance(given, Tensor) and given.shape == like.shape:
         return given
-    what = f"{kind_of(given)} for {name}" if isinstance(found, Mapping) else repr(found)
+    what = kind_of(found)
+    if in_a_tree:
+        what = f"{kind_of(given) if name in found else 'nothing'} for {name}"
     raise InputError(
         f"{_LINEAR} returned {what}; valid: a tree with a tensor of shape {list(like.shape)} for "
         f"{name}, and one for every other parameter that the phase trains"

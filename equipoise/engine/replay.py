@@ -68,10 +68,15 @@ class CudaRecorder:
 
     A program leaves nothing in the pool, so the next one uses the same memory, and the pool is
     about as large as the largest program needs.
+
+    Parameters
+    ----------
+    device : torch.device
+        The GPU.
     """
 
-    def __init__(self) -> None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.most_bytes = int(POOL_SHARE * torch.cuda.get_device_properties(device).total_memory)
         # A graph has the priority of the stream on which it was captured.
         self._stream = preferred_stream(device)
@@ -79,7 +84,7 @@ class CudaRecorder:
 
     def wait(self) -> None:
         """Wait for the GPU."""
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
 
     def begin_anew(self) -> None:
         """Take a new pool."""
@@ -90,9 +95,9 @@ class CudaRecorder:
         """Capture a program."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            before = torch.cuda.memory_reserved()
+            before = torch.cuda.memory_reserved(self._device)
             program()
-            self.bytes += torch.cuda.memory_reserved() - before
+            self.bytes += torch.cuda.memory_reserved(self._device) - before
         return graph
 
 
@@ -108,8 +113,8 @@ class Replay:
 
     Parameters
     ----------
-    recorder : Recorder, optional
-        How programs are recorded; as CUDA graphs by default.
+    recorder : Recorder
+        How programs are recorded, such as :class:`CudaRecorder`.
 
     Attributes
     ----------
@@ -117,9 +122,9 @@ class Replay:
         Why programs are no longer recorded, if one could not be.
     """
 
-    def __init__(self, recorder: Recorder | None = None) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.failure: str | None = None
-        self._recorder = recorder or CudaRecorder()
+        self._recorder = recorder
         self._met: dict[_Key, int] = {}
         self._graphs: OrderedDict[_Key, tuple[Graph, Inputs]] = OrderedDict()
         self._used: dict[_Key, int] = {}

@@ -26,7 +26,7 @@ from equipoise.engine.evaluation import (
 from equipoise.engine.layout import KEPT, Layout
 from equipoise.engine.memory import Memory, MemoryStore, checked_memory
 from equipoise.engine.network import Network
-from equipoise.engine.replay import Replay
+from equipoise.engine.replay import CudaRecorder, Replay
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.stack import repeated
 from equipoise.engine.tape import Tapes, pays_for
@@ -127,7 +127,7 @@ class StackedEngine:
         together = min(self.chunk, len(self.view.train.sizes))
         taped = self.data.on_cpu and pays_for(self.network, samples * together)
         self.workshop = Workshop(
-            Replay() if machine.replay and self.data.on_gpu else None,
+            Replay(CudaRecorder(device)) if machine.replay and self.data.on_gpu else None,
             Tapes() if machine.replay and taped else None,
         )
 
@@ -278,13 +278,13 @@ class StackedEngine:
     @property
     def slowed_by(self) -> list[str]:
         """What makes steps on a GPU slower than they could be, one text each."""
-        device, found = self.network.device, []
-        on_gpu, not_replayed = device.type == "cuda", self.workshop.not_replayed
+        found = []
+        on_gpu, not_replayed = self.network.device.type == "cuda", self.workshop.not_replayed
         if on_gpu and self.machine.replay and not self.data.on_gpu:
             not_replayed = "the samples are not in the memory of the GPU"
         if not_replayed is not None:
             found.append(f"steps ran from Python and were not replayed on the GPU: {not_replayed}")
-        if on_gpu and (no_kernels := why_not(device)) is not None:
+        if on_gpu and (no_kernels := why_not(self.train_indices.device)) is not None:
             found.append(f"GPU kernels were not used: {no_kernels}")
         return found
 

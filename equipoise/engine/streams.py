@@ -20,7 +20,7 @@ def preferred(device: torch.device) -> Iterator[None]:
     """Launch work that the device prefers to what is launched in :func:`beside`.
 
     It begins when what was launched before is done, and what is launched after the block waits for
-    it.
+    it, and for what was launched beside it: an error may have left an evaluation that nobody reads.
 
     Parameters
     ----------
@@ -43,6 +43,7 @@ def preferred(device: torch.device) -> Iterator[None]:
             yield
         finally:
             outside.wait_stream(stream)
+            outside.wait_stream(_stream(stream.device, _LOW))
 
 
 def preferred_stream(device: torch.device) -> torch.cuda.Stream:

@@ -45,7 +45,8 @@ class Optimizer(Protocol):
         """Update parameters and state in place.
 
         ``lr`` is one number or a column over clients. ``count`` is the number of the step, from 1.
-        For a recorded step it is a float64 tensor.
+        For a recorded step it is a float64 tensor. Do not keep gradients: the next step uses their
+        memory again.
         """
 
 

@@ -14,8 +14,10 @@ from equipoise.text import size
 
 _LAPS = {
     "train": "local training",
+    "guard": "checks by the guard",
     "combine": "aggregation",
     "evaluate": "evaluation",
+    "callbacks": "callbacks",
     "wait": "waiting for evaluations of earlier rounds",
     BESIDE: "evaluation, during training",
 }

@@ -145,11 +145,12 @@ class LaterRounds:
                 each.finish, each.launch = each.launch(), None
 
     def _finish_first(self) -> None:
-        """Finish a round. If that fails, later rounds have no rows either."""
-        finish = self._rounds.popleft().finish
+        """Finish a round. If that fails or is interrupted, later rounds have no rows either."""
         try:
+            finish = self._rounds[0].finish
             if finish is not None:
                 finish()
+            self._rounds.popleft()
         except BaseException:
             self._rounds.clear()
             raise

@@ -85,6 +85,16 @@ ONLY = {
 }
 
 
+# Models for images of one channel and 8 x 8 pixels, where the usual MLP does not fit.
+_TRANSFORMER = {"patch": 4, "width": 8, "depth": 1, "heads": 2}
+_FOR_DIGITS = {
+    "fedbn": {"name": "bncnn", "channels": [2, 3, 3], "hidden": [6, 5]},
+    "fedgc": {"name": "fedgc", **_TRANSFORMER},
+    "fedgcr": {"name": "fedgc", **_TRANSFORMER},
+    "fedgr": {"name": "vitprompts", **_TRANSFORMER},
+}
+
+
 def fits(method, what):
     """Whether a method can run with a model, and is worth the time."""
     if VARIANTS.get(method, {}).get("guard") and what not in ("images", "text"):
@@ -109,6 +119,11 @@ def fitting(method):
     """Return a federation and a model for a method: by default images and BatchNorm."""
     federation, model, _ = SETTINGS["fedgc" if "fedgc" in ONLY.get(method, ()) else "images"]
     return federation(), model()
+
+
+def model_for_digits(method):
+    """Return the name and options of a small model for a method, and for images of digits."""
+    return _FOR_DIGITS.get(method, {"name": "mlp", "hidden": [16]})
 
 
 def trained_by(method, what, *, rounds=3, **how):

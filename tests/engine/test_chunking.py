@@ -143,12 +143,18 @@ def test_passes_without_gradient_are_bounded_too(models):
     assert samples_a_pass(large, models) == PASS // (activations_of_wide(8192) + 4) == 248
 
 
-@pytest.mark.parametrize(("samples", "fits"), [(1000, True), (1001, False)])
-def test_an_evaluation_beside_training_takes_an_eighth_of_a_gpu(samples, fits, monkeypatch):
+@pytest.mark.parametrize(
+    ("samples", "fixed", "fits"), [(1000, 0, True), (1001, 0, False), (1000, 1, False)]
+)
+def test_an_evaluation_beside_training_takes_an_eighth_of_a_gpu(samples, fixed, fits, monkeypatch):
     memory = SimpleNamespace(total_memory=8 * 4 * 50_000 * 1000)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     network = SimpleNamespace(
-        device=torch.device("cuda"), dtype=torch.float32, activations=50_000, module=nn.ReLU()
+        device=torch.device("cuda"),
+        dtype=torch.float32,
+        activations=50_000,
+        fixed_activations=fixed,
+        module=nn.ReLU(),
     )
     assert fits_beside(network, samples) == fits
 

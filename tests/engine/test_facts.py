@@ -191,9 +191,18 @@ class Adapting(Calibrated):
         return (Phase(loss=self.loss, steps=1),)
 
 
+@dataclass(frozen=True)
+class AdaptingWithMemory(Adapting):
+    """The same for a rule that remembers something else."""
+
+    def first_memory(self, model):
+        return {"bias": {"way": model["head.bias"]}}
+
+
 @CHUNKS
-def test_clients_that_never_took_part_adapt_with_their_facts(chunk):
-    method = build("fedavg", local=Adapting())
+@pytest.mark.parametrize("rule", [Adapting, AdaptingWithMemory])
+def test_clients_that_never_took_part_adapt_with_their_facts(rule, chunk):
+    method = build("fedavg", local=rule())
     played = play(
         method, data(), mlp(), [[0, 1]], chunk=chunk, batch_size=20, optimizer=Sgd(lr=0.5)
     )

@@ -25,6 +25,18 @@ def test_strangers_get_the_first_memory():
     assert read(MemoryStore(), 4, 0) == ([[-1.0, -2.0]] * 2, [0.5, 0.5], [False, False])
 
 
+def test_trees_that_nobody_has_written_are_the_first_ones():
+    """A rule may read a first memory that its ``finish`` never returns."""
+    store = MemoryStore()
+    written = memory(1.0, 2.0)
+    for clients in ([7, 2], [2, 9]):
+        store.write(np.array(clients), {"kept": written["kept"]})
+        assert store.newest(np.array([2]), FIRST)["other"]["b"].tolist() == [0.5]
+        store.commit()
+    assert read(store, 7, 2) == ([[1.0, 10.0], [1.0, 10.0]], [0.5, 0.5], [True, True])
+    assert read(store, 4, 9) == ([[-1.0, -2.0], [2.0, 20.0]], [0.5, 0.5], [False, True])
+
+
 def test_nobody_has_no_memory():
     store = MemoryStore()
     for _ in range(2):

@@ -291,6 +291,24 @@ def test_a_strength_that_pushes_apart_is_refused(strength):
         Penalty(strength)
 
 
+@pytest.mark.parametrize("given", [0.1, Penalty, lambda client: {}])
+def test_a_penalty_of_another_type_is_refused(given):
+    with pytest.raises(InputError, match="must be a Penalty, such as Penalty\\(0.1\\), got"):
+        Phase(penalty=given)
+
+
+@CHUNKS
+def test_a_linear_part_may_look_at_other_parameters(chunk):
+    """Without a batch, the client has copies with other parameters, and outputs for own samples."""
+
+    def elsewhere(client):
+        probe = client.at(client.received, torch.ones(2, 2, 5, 5).double())
+        shift = probe.output().sum()
+        return {name: shift + tensor for name, tensor in client.personal().moved().items()}
+
+    rounds_of(Heads(Phase(penalty=Penalty(linear=elsewhere))), mlp(), chunk=chunk)
+
+
 def test_a_linear_part_that_is_a_tree_is_refused():
     with pytest.raises(InputError, match="linear of a Penalty must be a function of a client"):
         Penalty(linear={"head.weight": torch.zeros(2)})
@@ -300,8 +318,9 @@ def test_a_linear_part_that_is_a_tree_is_refused():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda client: None, "linear of a Penalty returned None; valid: a tree with a tensor of"),
-        (lambda client: {}, r"returned .* for features.1.weight; valid: .* of shape \[12, 50\]"),
+        (lambda client: None, "linear of a Penalty returned NoneType; valid: a tree with a tensor"),
+        (lambda client: list(client.received.values()), "linear of a Penalty returned list; valid"),
+        (lambda client: {}, r"returned nothing for features.1.weight; valid: .* shape \[12, 50\]"),
         (
             lambda client: {n: tensor[0] for n, tensor in client.received.items()},
             r"returned .*\[50\] for features.1.weight; valid: a tree .* of shape \[12, 50\]",
@@ -310,7 +329,7 @@ def test_a_linear_part_that_is_a_tree_is_refused():
         (lambda client: {"w": client.features()}, "linear of a Penalty uses samples"),
         (lambda client: {"w": client.y}, "linear of a Penalty uses samples"),
     ],
-    ids=["none", "empty", "shape", "x", "features", "y"],
+    ids=["none", "list", "empty", "shape", "x", "features", "y"],
 )
 def test_a_linear_part_that_is_none_is_refused(returned, message, chunk):
     rule = Heads(Phase(penalty=Penalty(linear=returned)))

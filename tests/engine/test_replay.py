@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from equipoise.cli.show.run import show_run
 from equipoise.engine import blocks, replay, stacked, workshop
 from equipoise.engine.phase_run import PhaseRun, Shape, Span
-from equipoise.engine.replay import Replay
+from equipoise.engine.replay import CudaRecorder, Replay
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.workshop import Workshop
 from equipoise.host_copy import HostCopy
@@ -482,12 +482,12 @@ def test_an_optimizer_that_cannot_be_replayed_is_named():
 def test_a_graph_freed_by_the_collector_does_not_break_another_recording():
     """A failed recording would be a warning, so an error."""
     thresholds = gc.get_threshold()
-    adding = Adding(Replay(), "cuda")
+    adding = Adding(Replay(CudaRecorder(torch.device("cuda"))), "cuda")
     for _ in range(2):
         adding(1)
     garbage = Cycle(adding.replay)
     del adding
-    add = Adding(Replay(), "cuda")
+    add = Adding(Replay(CudaRecorder(torch.device("cuda"))), "cuda")
 
     def many_objects(given):
         # Enough new objects to start the collector, were it on.
@@ -516,7 +516,7 @@ def test_many_graphs_in_one_process_under_pressure_of_the_collector():
     try:
         garbage = []
         for _ in range(20):
-            add = Adding(Replay(), "cuda")
+            add = Adding(Replay(CudaRecorder(torch.device("cuda"))), "cuda")
 
             def program(given, add=add):
                 garbage.clear()
@@ -543,7 +543,7 @@ def test_graphs_share_their_memory_and_give_it_back():
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     total = torch.zeros((), device="cuda")
-    replay_ = Replay()
+    replay_ = Replay(CudaRecorder(torch.device("cuda")))
 
     def program(given):
         room = given[0].x.expand(1 << 22) * 2

@@ -9,19 +9,11 @@ import torch
 from equipoise import methods
 from equipoise.client_index import ClientIndex
 from equipoise.methods.client2vec import USES
+from tests.engine.every_method import model_for_digits
 from tests.flower.loop import write_experiment, write_silos
 from tests.flower.parity import compare, with_clients
 
 TRAINING = {"rounds": 2, "cohort": 3, "optimizer": {"lr": 0.1}}
-
-
-TRANSFORMER = {"patch": 4, "width": 8, "depth": 1, "heads": 2}
-MODELS = {
-    "fedbn": {"name": "bncnn", "channels": [2, 3, 3], "hidden": [6, 5]},
-    "fedgc": {"name": "fedgc", **TRANSFORMER},
-    "fedgcr": {"name": "fedgc", **TRANSFORMER},
-    "fedgr": {"name": "vitprompts", **TRANSFORMER},
-}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +56,7 @@ def test_clusters_of_an_index_are_the_same(method, asked, folder):
     about = {"index": str(folder / "index.safetensors"), "clusters": 2}
     inside = method.get("aggregation")
     method = {**method, "aggregation": inside | about} if inside else method | about
-    model = MODELS.get(method["name"], {"name": "mlp"})
+    model = model_for_digits(method["name"])
     _, run, grid = compare(
         write_experiment(folder, method=method, training=TRAINING, model=model), folder
     )
@@ -79,5 +71,5 @@ def test_every_host_gives_the_same(host, uses, folder):
     if "aggregation" in uses and methods.build(host).aggregation.ignores_prior:
         pytest.skip(f"{host} ignores the prior")
     method = {"name": "client2vec", "host": host, "uses": list(uses)}
-    model = MODELS.get(host, {"name": "mlp"})
+    model = model_for_digits(host)
     compare(write_experiment(folder, method=method, training=TRAINING, model=model), folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import combinations
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,23 +15,27 @@ from scipy.optimize import minimize
 from torch import nn
 
 from equipoise.client_index import ClientIndex
+from equipoise.data import load
 from equipoise.engine import delivered
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
+from equipoise.federation import Federation
 from equipoise.method import Phase, State
 from equipoise.methods import build, describe, names
 from equipoise.methods.client2vec import USES, rested, similar_weights
 from equipoise.methods.feddyn import FedDyn
+from equipoise.models import build as build_model
 from equipoise.optimizers import Sgd
 from equipoise.privacy import gaussian_epsilon
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
 from equipoise.tree import inner_product
 from tests.engine.comparison import distance
-from tests.engine.every_method import fitting
+from tests.engine.every_method import fitting, model_for_digits, skipped
+from tests.engine.federations import SIZES as SIZES_OF_TEN
 from tests.engine.federations import images
 from tests.engine.local_rules import Written
-from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm
+from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, mlp
 from tests.methods.plain_rounds import (
     COHORTS,
     FULL_BATCHES,
@@ -197,6 +202,42 @@ def test_clients_that_a_guard_drops_were_drawn(path):
         after(method, guarded, [2]).server["client2vec"]["last"],
         after(method, plain, [1, 2]).server["client2vec"]["last"],
     )
+
+
+def with_unseen(ids, unseen=()):
+    """Some of ten clients and their samples, renumbered in order."""
+    data, clients = images(), np.repeat(np.arange(10), SIZES_OF_TEN)
+    rows = torch.from_numpy(np.isin(clients, ids))
+    return Federation.from_arrays(
+        data.x[rows],
+        data.y[rows],
+        clients=clients[rows],
+        splits=(1, 0, 0),
+        unseen=unseen,
+        classes=4,
+    )
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+@pytest.mark.parametrize("seen", [[2, 3, 5, 6, 7, 8, 9], [0, 2, 4, 6, 8], [0, 1, 2, 3, 4]])
+def test_unseen_clients_shift_neither_who_is_drawn_nor_weights(seen, from_file, path):
+    """Numbers of clients and rows of their indices differ if unseen clients come before them."""
+    every = random_index(10)
+    unseen = [k for k in range(10) if k not in seen]
+    found = []
+    for ids, data in ((range(10), with_unseen(range(10), unseen)), (seen, with_unseen(seen))):
+        ids = np.array(ids)
+        ClientIndex(np.arange(len(ids)), every.features[ids], every.labels[ids]).write(path)
+        index = {"index": path} if from_file else {}
+        method = build("client2vec", uses=["sampling", "aggregation"], tau=0.2, **index)
+        run = trainer(method, data, mlp(), rounds=6, cohort=2)
+        run.run()
+        cohorts = [ids[row["clients"]].tolist() for row in run.rounds]
+        found.append((cohorts, [row["notes"]["prior"] for row in run.rounds]))
+    (with_others, weights), (alone, same_weights) = found
+    assert with_others == alone
+    assert {k for cohort in alone for k in cohort} <= set(seen)
+    np.testing.assert_allclose(weights, same_weights, rtol=1e-9, atol=0)
 
 
 # ---- aggregation ---------------------------------------------------------------------------------
@@ -559,37 +600,77 @@ NO_HOSTS = {"local", "central", "client2vec"}
 HOSTS = sorted(set(names()) - NO_HOSTS)
 
 
-def assert_every_use_matters(host):
-    """Each use alone and all together change the host's parameters, however clients are stacked."""
-    plain = trainer(build(host), *fitting(host))
-    plain.run()
-    for uses in (*((use,) for use in USES), USES):
-        if "aggregation" in uses and host in IGNORING:
-            with pytest.raises(
-                InputError, match=f"prior weights of clients, which '{host}' does not use"
-            ):
-                build("client2vec", host=host, uses=uses)
-            continue
+def on_digits(host):
+    """The embedded digits, with a small model that fits the host."""
+    digits = load("digits")
+    model = build_model(**model_for_digits(host), shape=digits.shape, classes=10, seed=0)
+    return digits, model
+
+
+def models_of(run):
+    """Run, and return the shared model and what the personal models of all clients have instead."""
+    run.run()
+    _, own = run.personal_models(run.federation.seen)
+    return {f"shared {name}": tensor for name, tensor in run.state.model.items()} | {
+        f"own {name}": stack for name, stack in own.items()
+    }
+
+
+def trained_in(run, models):
+    """The parameters that a run has changed; the running statistics of BatchNorm are none."""
+    network = run.engine.network
+    initial, parameters = network.initial(), dict(network.blank().named_parameters())
+    return {
+        key
+        for key, tensor in models.items()
+        if (name := key.split()[1]) in parameters
+        and name not in WITHOUT_GRADIENT
+        and not torch.equal(tensor, initial[name].expand_as(tensor))
+    }
+
+
+def assert_every_use_matters(host, world, rounds):
+    """Each use alone and all together change every trained parameter of the host, shared and
+    personal, in a different way, however clients are stacked.
+    """
+    allowed = tuple(use for use in USES if use != "aggregation" or host not in IGNORING)
+    for uses in (("aggregation",), USES) if host in IGNORING else ():
+        with pytest.raises(
+            InputError, match=f"prior weights of clients, which '{host}' does not use"
+        ):
+            build("client2vec", host=host, uses=uses)
+    plain = trainer(build(host), *world(host), rounds=rounds)
+    found = {"no use": models_of(plain)}
+    trained = trained_in(plain, found["no use"])
+    assert trained
+    for uses in (*((use,) for use in allowed), allowed):
+        method = build("client2vec", host=host, uses=uses, lam=0.1)
         one, stacked = (
-            trainer(build("client2vec", host=host, uses=uses, lam=0.1), *fitting(host), chunk=chunk)
+            models_of(trainer(method, *world(host), rounds=rounds, chunk=chunk))
             for chunk in (1, 10)
         )
-        one.run()
-        stacked.run()
-        assert distance(stacked.state.model, one.state.model, WITHOUT_GRADIENT) <= 1e-9, uses
-        moved = {name: one.state.model[name] for name in plain.state.model}
-        assert distance(moved, plain.state.model, WITHOUT_GRADIENT) > 1e-6, uses
+        assert distance(stacked, one, skipped(one, "images")) <= 1e-9, uses
+        found["+".join(uses)] = one
+    for (uses, one), (others, other) in combinations(found.items(), 2):
+        for name in trained:
+            assert distance({name: one[name]}, {name: other[name]}) > 1e-6, (uses, others, name)
 
 
-@pytest.mark.parametrize("host", ["fedavg", "feddyn", "ditto", "qffl"])
-def test_every_use_matters_around_some_hosts(host):
-    assert_every_use_matters(host)
+def hosts(*quick):
+    """All hosts, most of them for slow tests."""
+    slow = pytest.mark.slow
+    return [host if host in quick else pytest.param(host, marks=slow) for host in HOSTS]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", hosts("fedavg", "feddyn", "ditto", "qffl"))
 def test_every_use_matters_around_every_host(host):
-    assert_every_use_matters(host)
+    assert_every_use_matters(host, fitting, rounds=2)
+
+
+@pytest.mark.parametrize("host", hosts("fedavg", "fedper", "ga"))
+def test_every_use_matters_on_digits_around_every_host(host):
+    # In round 2 AFL may give weight 0 to all new clients, whoever is drawn.
+    assert_every_use_matters(host, on_digits, rounds=3)
 
 
 @pytest.mark.parametrize("host", sorted(NO_HOSTS))

@@ -333,6 +333,24 @@ def test_a_next_state_may_have_other_numbers_in_another_order_and_other_things_k
     assert combine_checked(Careless(after), BEFORE, None, None) is after
 
 
+@pytest.mark.parametrize("tree", ["model", "speed"])
+def test_a_state_that_is_changed_in_place_is_refused(tree):
+    state = State(3, {"w": torch.zeros(3)}, {"speed": {"w": torch.zeros(3)}})
+
+    class InPlace(Aggregation):
+        name = "hasty"
+
+        def combine(self, before, updates, cohort):
+            (before.model if tree == "model" else before.server["speed"])["w"].add_(1)
+            return before.with_global({"w": torch.ones(3)})
+
+    with pytest.raises(
+        InputError,
+        match=f"^aggregation 'hasty': combine changed 'w' of '{tree}' of the state in place; ",
+    ):
+        combine_checked(InPlace(), state, None, None)
+
+
 def stacked(**clients):
     return {name.replace("_", "."): torch.ones(2, *shape) for name, shape in clients.items()}
 
