@@ -33,7 +33,7 @@ def test_defaults():
     assert made.training == Training(rounds=50, batch_size=10, epochs=1, optimizer=Sgd(lr=0.1))
     assert (made.machine, made.evaluation) == (Machine(), Evaluation())
     assert made.model == {"name": "mlp", "hidden": (64,), "dropout": 0.0}
-    assert (made.seed, made.checkpoint_every) == (0, 1)
+    assert (made.seed, made.checkpoint_every) == (0, None)
     assert made.data == {
         "name": "digits",
         "partition": None,

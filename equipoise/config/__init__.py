@@ -78,8 +78,9 @@ class Experiment:
     seed : int
         Of the initial model and of all random numbers of training. ``data.seed``, which determines
         the partition and the splits, has the same value by default.
-    checkpoint_every : int
-        Rounds between checkpoints.
+    checkpoint_every : int or None
+        Rounds between checkpoints. By default there is one after round 1, and then about every ten
+        seconds. A killed run that is resumed repeats the rounds after its last checkpoint.
     start : Start or None
         Where the initial model comes from, if not from the seed.
     flower : FlowerSettings
@@ -105,7 +106,7 @@ class Experiment:
     machine: Machine
     evaluation: Evaluation
     seed: int = 0
-    checkpoint_every: int = 1
+    checkpoint_every: int | None = None
     start: Start | None = None
     flower: FlowerSettings = field(default_factory=FlowerSettings)
     imports: tuple[str, ...] = ()

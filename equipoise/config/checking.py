@@ -60,7 +60,8 @@ class Reader:
             )
         machine = self.settings(Machine, content, "machine")
         flower = self.settings(FlowerSettings, content, "flower", privacy=self.privacy)
-        checkpoint_every = self.value(content.get("checkpoint_every", 1), int, "checkpoint_every")
+        given = content.get("checkpoint_every")
+        checkpoint_every = None if given is None else self.value(given, int, "checkpoint_every")
         self.training(content, without=("loss", "schedule"))
         # After everything that can be checked without these modules. They may register names that
         # are used below.

@@ -32,7 +32,7 @@ FIRST_LEVEL = {
         "When clients are evaluated, and which round is reported.",
     ),
     "seed": ("a whole number", "0", ""),
-    "checkpoint_every": ("a whole number", "1", ""),
+    "checkpoint_every": ("a whole number or null", "null", ""),
     "start": ("a path, or keys; see below", "", ""),
     "tracking": ("a name, a mapping with a name, or a list of them", "[]", ""),
 }

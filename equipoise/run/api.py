@@ -210,7 +210,7 @@ def train(
     seed: int = 0,
     out: str | Path | None = None,
     resume: bool = False,
-    checkpoint_every: int = 1,
+    checkpoint_every: int | None = None,
     start: str | Path | Mapping[str, Any] | Start | None = None,
     data: Mapping[str, Any] | None = None,
     sections: Mapping[str, Any] | None = None,
@@ -250,8 +250,9 @@ def train(
         ``rounds`` is larger than before, the run is made longer. The results are those of a run
         that had this length from the start. An error is raised if they would differ, because the
         schedule or the method depends on the number of rounds.
-    checkpoint_every : int
-        Rounds between checkpoints.
+    checkpoint_every : int, optional
+        Rounds between checkpoints. By default there is one after round 1, and then about every ten
+        seconds. A killed run that is resumed repeats the rounds after its last checkpoint.
     start : path, mapping or Start, optional
         The initial model: the directory of another run, a safetensors file, or a mapping with
         ``path`` and the ``parts`` to load; see :class:`equipoise.run.start.Start`.
@@ -324,7 +325,8 @@ def train(
             shape=federation.shape, classes=federation.outputs, seed=seed, **model_config
         )
     module = made.extend(module, federation.shape, seed)
-    count(checkpoint_every, "checkpoint_every")
+    if checkpoint_every is not None:
+        count(checkpoint_every, "checkpoint_every")
     imports = tuple((sections or {}).get("imports", ()))
     work = Work(federation, made, module, training, machine, evaluation, seed, imports)
     processes = _processes(machine, engine)

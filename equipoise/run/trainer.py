@@ -53,6 +53,7 @@ from equipoise.run.round_rows import (
     summed,
 )
 from equipoise.run.round_steps import RoundSteps
+from equipoise.run.save_times import SaveTimes
 from equipoise.run.summary import summary_of
 from equipoise.tree import Tree
 
@@ -132,8 +133,8 @@ class Trainer:
         Of all random numbers.
     directory : Path, optional
         Where journals and checkpoints are written. Without it nothing is written.
-    checkpoint_every : int
-        Rounds between checkpoints.
+    checkpoint_every : int, optional
+        Rounds between checkpoints; see :class:`~equipoise.run.save_times.SaveTimes`.
     engine : callable
         Makes the engine that runs the method.
     start : Tree, optional
@@ -155,7 +156,7 @@ class Trainer:
         evaluation: Evaluation,
         seed: int,
         directory: Path | None = None,
-        checkpoint_every: int = 1,
+        checkpoint_every: int | None = None,
         engine: MakeEngine = StackedEngine,
         start: Tree | None = None,
     ) -> None:
@@ -165,7 +166,8 @@ class Trainer:
             training,
             evaluation,
         )
-        self.directory, self.checkpoint_every, self.seed = directory, checkpoint_every, seed
+        self.directory, self.seed = directory, seed
+        self._save_times = SaveTimes(checkpoint_every)
         view = method.view.of(federation)
         check_augmentations(training.augment, federation.shape, tasks.build(federation.task))
         self.engine = engine(federation, model, training, machine.carrying_out(method), seed, view)
@@ -273,6 +275,7 @@ class Trainer:
 
     def _round(self) -> Progress:
         clock = Clock(self.engine.network.device)
+        self._save_times.begin_round()
         number = self.state.round + 1
         last = number == self.training.rounds
         due = self.evaluation.due(number, last=last)
@@ -399,7 +402,7 @@ class Trainer:
 
     def _saves_after(self, number: int) -> bool:
         """Return whether a round that is not the last one ends with a checkpoint."""
-        return self.directory is not None and number % self.checkpoint_every == 0
+        return self.directory is not None and self._save_times.due(number)
 
     # ---- rounds that end while the next one is trained -------------------------------------------
 
@@ -563,6 +566,7 @@ class Trainer:
             note[IF_LONGER] = self._if_longer
         Checkpoint(self.state, self.engine.export(), note).save(self.directory)
         self._saved_round = self.state.round
+        self._save_times.saved()
 
     def restore_checkpoint(self, *, finished: bool = False) -> None:
         """Resume from the last checkpoint of the directory, or start if there is none yet.
@@ -583,7 +587,8 @@ class Trainer:
         note: dict[str, Any] = {}
         found = read_checkpoint(self.directory, self.state, self.engine.network.device)
         if found is None:
-            if any(row["round"] > self.checkpoint_every for row in self.rounds.complete()):
+            first_saved = self._save_times.every or 1
+            if any(row["round"] > first_saved for row in self.rounds.complete()):
                 raise RunError(
                     f"{self.directory} has journals of past rounds but no checkpoint, so the run "
                     "cannot be resumed; nothing was changed. Restore checkpoint.safetensors, or "

@@ -13,9 +13,13 @@ import yaml
 from equipoise.client_index import ClientIndex, make_index
 from equipoise.config import Override
 from equipoise.data import load
+from equipoise.optimizers import optimizer_named
 from equipoise.study import load_study
 from tests.experiments.scripts import load_script
-from tests.experiments.stand_ins import write_images, write_resnet, write_roles
+from tests.experiments.stand_ins import write_cifar, write_images, write_resnet, write_roles
+from tests.tiny_bert import write_bert
+from tests.tiny_clip import write_clip
+from tests.tiny_encoder import write_encoder
 
 HOME = Path(__file__).parents[2] / "experiments" / "client2vec"
 HOSTS = ("fedavg", "fedavgm", "feddyn", "moon", "fedlc")
@@ -34,6 +38,15 @@ TABLES = (
     "table9",
 )
 ON_CIFAR = ("figure4", "table1-cifar10", "table2", "table5", "table6", "table7", "table9")
+# The stages that make indices, and how many clients they have on stand-ins.
+STAGES = {"cifar10": 100, "domainnet": 60, "pacs": 40, "shakespeare": 8, "twoclasses": 100}
+STAGE_OF = {name: "cifar10" for name in ON_CIFAR} | {
+    "table1-domainnet": "domainnet",
+    "table4-8": "domainnet",
+    "table1-shakespeare": "shakespeare",
+    "table9": "twoclasses",
+    "table1-pacs": "pacs",
+}
 DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 IN_SMALL = ["training.rounds=2", "training.epochs=1", "evaluation.every=2"]
 
@@ -42,10 +55,15 @@ def described(name):
     return yaml.safe_load((HOME / f"{name}.yaml").read_text())
 
 
+def indices_of(name):
+    """The files from which a study reads indices."""
+    methods = (method for method in described(name)["methods"] if isinstance(method, dict))
+    return {Path(method["index"]) for method in methods if "index" in method}
+
+
 def write_indices(name, index):
     """Write an index wherever a study expects one."""
-    methods = (method for method in described(name)["methods"] if isinstance(method, dict))
-    for path in {Path(method["index"]) for method in methods if "index" in method}:
+    for path in indices_of(name):
         path.parent.mkdir(parents=True, exist_ok=True)
         index.write(path)
 
@@ -72,10 +90,7 @@ def study(tmp_path, monkeypatch):
 
 def test_every_table_is_there():
     found = {path.stem for path in HOME.glob("*.yaml")}
-    indices = {
-        f"index-{name}" for name in ("cifar10", "domainnet", "pacs", "shakespeare", "twoclasses")
-    }
-    assert found == {*TABLES, *indices}
+    assert found == {*TABLES, *(f"index-{name}" for name in STAGES)}
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -132,15 +147,8 @@ def test_tables_5_to_7_vary_one_thing(study):
 
 def test_indices_are_made_of_the_clients_that_use_them():
     """A study and the stage of its index have the same data, except for encoding."""
-    pairs = {name: "index-cifar10" for name in ON_CIFAR} | {
-        "table1-domainnet": "index-domainnet",
-        "table4-8": "index-domainnet",
-        "table1-shakespeare": "index-shakespeare",
-        "table9": "index-twoclasses",
-        "table1-pacs": "index-pacs",
-    }
-    for name, stage in pairs.items():
-        data, encoded = (described(file)["base"]["data"] for file in (name, stage))
+    for name, stage in STAGE_OF.items():
+        data, encoded = (described(file)["base"]["data"] for file in (name, f"index-{stage}"))
         if name == "table1-pacs":
             # Each seed of that stage has its own partition.
             path = described(name)["methods"][1]["index"]
@@ -149,13 +157,72 @@ def test_indices_are_made_of_the_clients_that_use_them():
         assert data == {option: encoded[option] for option in data}
 
 
+@pytest.mark.parametrize("name", STAGES)
+def test_training_of_indices_is_as_long_as_the_names_of_methods_say(name, study):
+    """FEDERATED has rounds of ten epochs with a tenth of the clients, and GLOBAL one round."""
+    jobs = study(f"index-{name}").jobs
+    assert len(jobs) == {"cifar10": 8, "pacs": 9}.get(name, 2)
+    for job in jobs:
+        training, method = job.experiment.training, job.experiment.method
+        assert (training.cohort, training.batch_size) == (0.1, 128)
+        assert training.optimizer == optimizer_named("adam", lr=1e-3)
+        assert (method.local.name, job.experiment.model["name"]) == ("dsaign", "dsaign")
+        whole = 100 if job.method.endswith("-100") else 500
+        apart = job.method.startswith("federated")
+        assert method.view.gathers != apart
+        assert (training.rounds, training.epochs) == ((whole // 10, 10) if apart else (1, whole))
+
+
 # ---- on stand-ins --------------------------------------------------------------------------------
 
 
-def check(small, tmp_path):
-    results = small.run(tmp_path / "runs" / "small")
+def check(small, tmp_path, name="small"):
+    results = small.run(tmp_path / "runs" / name)
     assert results.failures == {}
     assert len(results.summaries) == len(small.jobs)
+
+
+def small_data(name, tmp_path):
+    """Write a stand-in for the data of a stage, and return the overrides that make it be read."""
+    match name:
+        case "domainnet":
+            classes = described("index-domainnet")["base"]["data"]["classes"][:4]
+            root = write_images(tmp_path / name, DOMAINS, classes, each=12)
+            return [f"data.root={root}", "data.size=16", f"data.classes=[{', '.join(classes)}]"]
+        case "pacs":
+            domains = ("art_painting", "cartoon", "photo", "sketch")
+            root = write_images(tmp_path / name, domains, ("dog", "house"), each=24)
+            return [f"data.root={root}", "data.size=16"]
+        case "shakespeare":
+            root = write_roles(tmp_path / name, STAGES[name], characters=1600)
+            return [f"data.root={root}", "training.cohort=2"]
+    return [f"data.root={write_cifar(tmp_path / name)}"]
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_stages_in_small_write_the_indices_that_tables_read(name, study, tmp_path):
+    if name == "pacs":
+        images, texts = write_encoder(tmp_path / "images", width=16), write_bert(tmp_path / "texts")
+    else:
+        images = texts = write_clip(tmp_path / "clip", width=16, longest=60)
+    encoders = [f"data.encode={images}", f"model.text={texts}"]
+    if "encode_size" in described(f"index-{name}")["base"]["data"]:
+        encoders.append("data.encode_size=16")
+    short = ["training.rounds=1", "training.epochs=1", "evaluation.every=1"]
+    small = ["model.feedforward=8", "model.depth=1"]
+    overrides = [*small_data(name, tmp_path), *encoders, *short, *small]
+    check(study(f"index-{name}", overrides=overrides), tmp_path, f"index-{name}")
+    written = {path.relative_to(tmp_path) for path in tmp_path.glob("runs/**/client_index.*")}
+    for path in written:
+        index = ClientIndex.read(path)
+        assert index.ids.tolist() == list(range(STAGES[name]))
+        assert index.features.shape == index.labels.shape == (STAGES[name], 16)
+    read = {
+        path for table, stage in STAGE_OF.items() if stage == name for path in indices_of(table)
+    }
+    own = {path for path in read if path.parts[1] != "client2vec-indices"}
+    assert own
+    assert own <= written
 
 
 @pytest.mark.parametrize("name", ON_CIFAR)
@@ -202,10 +269,7 @@ def test_cifar_in_small(name, study, tmp_path):
     ],
 )
 def test_domainnet_in_small(name, settings, methods, more, study, tmp_path):
-    classes = described("index-domainnet")["base"]["data"]["classes"]
-    root = write_images(tmp_path / "domainnet", DOMAINS, classes[:4], each=12)
-    few = f"[{', '.join(classes[:4])}]"
-    overrides = [*IN_SMALL, f"data.root={root}", "data.size=16", f"data.classes={few}", *more]
+    overrides = [*IN_SMALL, *small_data("domainnet", tmp_path), *more]
     if not more:
         overrides.append(f"model.source={write_resnet(tmp_path / 'resnet')}")
     small = study(
@@ -215,11 +279,8 @@ def test_domainnet_in_small(name, settings, methods, more, study, tmp_path):
 
 
 def test_pacs_in_small(study, tmp_path):
-    root = write_images(
-        tmp_path / "pacs", ("art_painting", "cartoon", "photo", "sketch"), ("dog", "house"), each=24
-    )
     source = write_resnet(tmp_path / "resnet")
-    overrides = [*IN_SMALL, f"data.root={root}", "data.size=16", f"model.source={source}"]
+    overrides = [*IN_SMALL, *small_data("pacs", tmp_path), f"model.source={source}"]
     small = study(
         "table1-pacs",
         index=random_index(40),
@@ -230,14 +291,8 @@ def test_pacs_in_small(study, tmp_path):
 
 
 def test_shakespeare_in_small(study, tmp_path):
-    root = write_roles(tmp_path / "data", 8, characters=1600)
-    overrides = [
-        *IN_SMALL,
-        f"data.root={root}",
-        "model.hidden=4",
-        "model.layers=1",
-        "training.cohort=2",
-    ]
+    data = small_data("shakespeare", tmp_path)
+    overrides = [*IN_SMALL, *data, "model.hidden=4", "model.layers=1"]
     methods = ["fedavg", "fedlc i+ii+iii global"]
     check(
         study("table1-shakespeare", index=random_index(8), overrides=overrides, methods=methods),

@@ -11,6 +11,12 @@ from equipoise.data import load
 from tests.flower import own_methods as their_methods
 from tests.flower.loop import write_experiment, write_silos
 from tests.flower.parity import compare, with_clients
+from tests.methods.domains import (
+    adjusted_by_hand,
+    assert_on_the_simplex,
+    equal_gaps_by_hand,
+    shares,
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +64,52 @@ def test_averages_with_the_parts_that_clients_keep_are_the_same(aggregation, fol
         training={"rounds": 3, "cohort": 3, "optimizer": {"lr": 0.1}},
     )
     compare(path, folder)
+
+
+def keep_samples(silos, client, count):
+    """Leave a client the first of its samples."""
+    path = silos / f"client-{client}" / "data.npz"
+    with np.load(path) as data:
+        kept = {name: values[:count] for name, values in data.items()}
+    np.savez(path, **kept)
+
+
+@pytest.mark.parametrize("cohort", [3, 2])
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"name": "ga"},
+        {"name": "faa"},
+        {"name": "faa", "every": 2},
+        {"name": "faa", "metric": "score"},
+        {"name": "fftgp"},
+    ],
+    ids=lambda method: "-".join(map(str, method.values())),
+)
+def test_weights_follow_the_gaps_if_a_client_has_no_validation_data(method, cohort, tmp_path):
+    """It has no gap. All weights stay on the simplex, in cohorts smaller than the federation."""
+    write_silos(tmp_path / "silos")
+    keep_samples(tmp_path / "silos", 1, 2)
+    training = {"rounds": 4, "cohort": cohort, "optimizer": {"lr": 0.1}}
+    path = write_experiment(tmp_path, method=method, training=training)
+    alone, _, _ = compare(path, tmp_path)
+    assert alone.trainer.federation.val.sizes[1] == 0
+    a, known = np.full(4, 0.25), {client: [] for client in range(4)}
+    for row in alone.trainer.rounds:
+        here, notes = row["clients"], row["notes"]
+        gap, change = (np.array(notes.get(n, []), float) for n in ("gaps", "gap_changes"))
+        share = shares(a, here)
+        wanted = adjusted_by_hand(share, gap, 0.2 * (1 - (row["round"] - 1) / 4))
+        if len(change):
+            wanted = equal_gaps_by_hand(share, gap, wanted, -change)
+        np.testing.assert_allclose(notes["weights"], wanted, rtol=1e-9, atol=1e-12)
+        a[here] = wanted * a[here].sum()
+        assert_on_the_simplex(notes["weights"], a)
+        for client, measured in zip(here, np.isfinite(gap), strict=True):
+            known[client].append(measured)
+    assert known[1]
+    assert not any(known.pop(1))
+    assert any(any(measured) for measured in known.values())
 
 
 def test_batch_statistics_and_augmentation_are_the_same(folder):

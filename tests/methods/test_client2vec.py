@@ -437,6 +437,19 @@ def test_the_projection_moves_wherever_features_move(host, moves):
     assert found == moves
 
 
+def test_personal_features_get_terms_of_their_own_outputs():
+    """After one round they cannot have changed because shared ones have."""
+    plain, found = (
+        trainer(method, *fitting("ditto"), rounds=1)
+        for method in (build("ditto"), build("client2vec", host="ditto", uses=["training"]))
+    )
+    without, own = models_of(plain), models_of(found)
+    (cohort,) = (row["clients"] for row in found.rounds)
+    for name in trained_in(plain, without):
+        if name.startswith("own features"):
+            assert distance({name: own[name][cohort]}, {name: without[name][cohort]}) > 1e-6
+
+
 def test_the_index_is_hashed_once(monkeypatch):
     hashed, original = [], delivered.digest
     monkeypatch.setattr(delivered, "digest", lambda tree: hashed.append(tree) or original(tree))
@@ -652,7 +665,7 @@ def assert_every_use_matters(host, world, rounds):
         assert distance(stacked, one, skipped(one, "images")) <= 1e-9, uses
         found["+".join(uses)] = one
     for (uses, one), (others, other) in combinations(found.items(), 2):
-        for name in trained:
+        for name in sorted(trained):
             assert distance({name: one[name]}, {name: other[name]}) > 1e-6, (uses, others, name)
 
 

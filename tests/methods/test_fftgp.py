@@ -22,14 +22,17 @@ from tests.engine.small_models import normalised
 from tests.methods.domains import (
     TRAINING,
     adjusted_by_hand,
+    assert_on_the_simplex,
+    equal_gaps_by_hand,
     first_weights,
     local_step,
     loss,
     regression,
+    shares,
 )
 from tests.rounds import linear, play
 
-COHORTS = [[0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3]]
+COHORTS = [[0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3], [0, 1, 2], [1, 2], [2], [0, 2, 3]]
 
 
 def numbers(*values):
@@ -112,20 +115,22 @@ def test_always_on_the_simplex(clients):
     assert float(found.sum()) == pytest.approx(1)
 
 
+@pytest.mark.parametrize("third", [9, 1])
 @pytest.mark.parametrize("every", [1, 2])
-def test_rounds_by_hand(every):
+def test_rounds_by_hand(every, third):
     """Gaps are measured in rounds n, 2n, ...; in others GA uses those of the previous round.
 
-    They are of all validation samples, whatever limits other reports.
+    They are of all validation samples, whatever limits other reports. With a single sample the
+    third client has no validation data and no gap, so its K is 0.
     """
-    world, method = regression(), build("faa", step=0.1, decay=False, every=every)
+    world, method = regression(third), build("faa", step=0.1, decay=False, every=every)
     played = play(method, world, linear(), COHORTS, report_samples=1, **TRAINING)
     w, a, own, took_part = first_weights(), np.full(4, 0.25), np.full(4, np.nan), np.zeros(4, int)
     for number, cohort in enumerate(COHORTS, start=1):
         here = np.array(cohort)
         trained = {k: local_step(world, k, w) for k in cohort}
         mine = np.array([loss(world, k, trained[k], "val") for k in cohort])
-        share = a[here] / a[here].sum()
+        share = shares(a, here)
 
         def gaps(weights, cohort=cohort, trained=trained, mine=mine):
             mixed = sum(s * trained[k] for s, k in zip(weights, cohort, strict=True))
@@ -134,20 +139,19 @@ def test_rounds_by_hand(every):
         if number % every == 0:
             gap = gaps(share)
             nudged = adjusted_by_hand(share, gap, 0.1)
-            slope = np.maximum((nudged - share) / (gap - gaps(nudged)), 0)
-            fair = np.clip(share + slope * (gap - (slope * gap).sum() / slope.sum()), 0, 1)
-            share = fair / fair.sum()
+            share = equal_gaps_by_hand(share, gap, nudged, gap - gaps(nudged))
         else:
-            known = (took_part[here] == number - 1) & np.isfinite(own[here])
             before = np.array([loss(world, k, w, "val") for k in cohort])
-            if known.any():
-                share[known] = adjusted_by_hand(share[known], (before - own[here])[known], 0.1)
+            gap = np.where(took_part[here] == number - 1, before - own[here], np.nan)
+            share = adjusted_by_hand(share, gap, 0.1)
         a[here] = share * a[here].sum()
         own[here], took_part[here] = mine, number
         w = sum(s * trained[k] for s, k in zip(share, cohort, strict=True))
         state = played.states[number]
         np.testing.assert_allclose(state.model["head.weight"].numpy()[0], w, atol=1e-10)
         np.testing.assert_allclose(state.notes["weights"].numpy(), share, atol=1e-10)
+        np.testing.assert_allclose(state.server["clients"]["weight"].numpy(), a, atol=1e-10)
+        assert_on_the_simplex(state.notes["weights"], state.server["clients"]["weight"])
 
 
 def test_a_round_sends_three_models_down():

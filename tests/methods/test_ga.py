@@ -18,10 +18,12 @@ from equipoise.models import build as build_model
 from tests.methods.domains import (
     TRAINING,
     adjusted_by_hand,
+    assert_on_the_simplex,
     first_weights,
     local_step,
     loss,
     regression,
+    shares,
 )
 from tests.rounds import linear, play, random_regression
 
@@ -88,26 +90,27 @@ def test_weights_stay_on_the_simplex(pairs, step, centred):
 
 # ---- rounds --------------------------------------------------------------------------------------
 
-COHORTS = [[0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+COHORTS = [[0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3], [1, 2], [2], [0, 1, 2]]
 
 
+@pytest.mark.parametrize("third", [9, 1])
 @pytest.mark.parametrize("decay", [True, False])
-def test_rounds_by_hand(decay):
+def test_rounds_by_hand(decay, third):
     """Client 2 misses round 2, so it has no gap in round 3 and keeps its weight there.
 
-    Gaps are of all validation samples, whatever limits other reports.
+    With a single sample it has no validation data, and never a gap. Gaps are of all validation
+    samples, whatever limits other reports.
     """
-    world, method = regression(), build("ga", step=0.3, decay=decay)
+    world, method = regression(third), build("ga", step=0.3, decay=decay)
     played = play(method, world, linear(), COHORTS, report_samples=1, **TRAINING)
     w, a, own, took_part = first_weights(), np.full(4, 0.25), np.full(4, np.nan), np.zeros(4, int)
     for number, cohort in enumerate(COHORTS, start=1):
         step = 0.3 * (1 - (number - 1) / len(COHORTS)) if decay else 0.3
         here = np.array(cohort)
-        share = a[here] / a[here].sum()
+        share = shares(a, here)
         before = np.array([loss(world, k, w, "val") for k in cohort])
-        known = took_part[here] == number - 1 if number > 1 else np.zeros(len(here), bool)
-        if known.any():
-            share[known] = adjusted_by_hand(share[known], (before - own[here])[known], step)
+        gap = np.where(took_part[here] == number - 1, before - own[here], np.nan)
+        share = adjusted_by_hand(share, gap, step)
         trained = {k: local_step(world, k, w) for k in cohort}
         a[here] = share * a[here].sum()
         w = sum(s * trained[k] for s, k in zip(share, cohort, strict=True))
@@ -117,6 +120,7 @@ def test_rounds_by_hand(decay):
         np.testing.assert_allclose(state.model["head.weight"].numpy()[0], w, atol=1e-12)
         np.testing.assert_allclose(state.server["clients"]["weight"].numpy(), a, atol=1e-12)
         np.testing.assert_allclose(state.notes["weights"].numpy(), share, atol=1e-12)
+        assert_on_the_simplex(state.notes["weights"], state.server["clients"]["weight"])
 
 
 def test_without_validation_data_all_clients_count_alike():

@@ -84,6 +84,7 @@ CASES = {
     "plain": ({"checkpoint_every": 100}, EVERY),
     "checkpoints": ({"checkpoint_every": 3}, [1, 2, 4, 5]),
     "a checkpoint after every round": ({"checkpoint_every": 1}, []),
+    "short rounds": ({"checkpoint_every": None}, EVERY[1:]),
     "every second round": (
         {"checkpoint_every": 100, "evaluation": Evaluation(every=2)},
         list(range(2, ROUNDS)),

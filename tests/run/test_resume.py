@@ -15,6 +15,7 @@ from equipoise import Evaluation, Machine
 from equipoise.errors import InputError, RunError
 from equipoise.models.base import Model
 from equipoise.optimizers import optimizer_named
+from equipoise.run import save_times
 from equipoise.run.files import load_tensors
 from equipoise.run.trainer import Trainer
 from tests.run.small import PROMISED, TRAINING, Stop, promised, rows_of, small_run, stop_after
@@ -81,6 +82,23 @@ def test_a_run_that_was_broken_off_goes_on_as_if_nothing_had_happened(
     )
     # The rounds after the last checkpoint are repeated, those before it are not.
     assert seen == list(range(finished - finished % checkpoint_every + 1, TRAINING.rounds + 1))
+    assert promised(tmp_path / "run") == promised(undisturbed(**how))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "repeated"), [(3600.0, (2, 3, 4, 5, 6, 7)), (0.0, (6, 7))], ids=["short", "long"]
+)
+def test_by_default_a_run_repeats_the_rounds_of_the_last_seconds(
+    seconds, repeated, undisturbed, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(save_times, "SECONDS", seconds)
+    how, seen = {"method": "scaffold", "checkpoint_every": None}, []
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", **how, on_round=stop_after(5))
+    small_run(
+        tmp_path / "run", **how, resume=True, on_round=lambda progress: seen.append(progress.round)
+    )
+    assert tuple(seen) == repeated
     assert promised(tmp_path / "run") == promised(undisturbed(**how))
 
 
