@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from equipoise.errors import InputError
+from equipoise.errors import NAME_THE_HEAD, InputError
 from equipoise.masked import masked_covariance, masked_mean, masked_sum
 from equipoise.models.frozen import transform_level
 from equipoise.models.passes import Forward
@@ -408,8 +408,7 @@ class Client:
             raise InputError(
                 f"the loss uses features and head separately, but {self.network.name} has its own "
                 "forward or hooks; valid: models that return head(features(x)), as "
-                "equipoise.models.base.Model does, or the name of the layer that is "
-                'the head, such as train(..., head="classifier")'
+                f"equipoise.models.base.Model does, or {NAME_THE_HEAD}"
             )
 
     def _from_batch(self, part: str | None = None) -> Pass:

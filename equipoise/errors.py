@@ -6,6 +6,12 @@ from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+# How users name the head of a model of their own.
+NAME_THE_HEAD = (
+    'the name of the layer that is its head, such as train(..., head="classifier") or, where a '
+    'model is registered, equipoise.models.headed.with_head(module, "classifier")'
+)
+
 
 class InputError(ValueError):
     """What was asked for is wrong (exit code 2).

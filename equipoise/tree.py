@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from equipoise.errors import InputError, unknown
+from equipoise.errors import NAME_THE_HEAD, InputError, unknown
 from equipoise.host_copy import HostCopy
 
 Tree = dict[str, Tensor]
@@ -64,8 +64,8 @@ def select(names: Iterable[str], parts: Parts) -> list[str]:
         if not found and part in ("features", "head"):
             raise InputError(
                 f"the method uses the part {part!r}, but the model has no trainable tensors there; "
-                "valid: a model that has, such as mlp or cnn2, or, for a model of your own, the "
-                'name of the layer that is its head, such as train(..., head="classifier")'
+                "valid: a model that has, such as mlp or cnn2, or, for a model of your own, "
+                f"{NAME_THE_HEAD}"
             )
         if not found and part != "all":
             roots = {

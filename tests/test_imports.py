@@ -144,6 +144,9 @@ def test_the_command_line_knows_own_code(place):
     code, printed, errors = equipoise("methods", "--import", "mine.py", "--json", cwd=place)
     assert code == 0, errors
     assert "halved" in {method["name"] for method in json.loads(printed)}
+    code, printed, errors = equipoise("explain", "halved", "--import", "mine.py", cwd=place)
+    assert code == 0, errors
+    assert "method.share (with halved): a number; default 0.5" in printed
     code, printed, errors = equipoise("data", "coins", "--import", "mine", "--json", cwd=place)
     assert code == 0, errors
     own = (

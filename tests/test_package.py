@@ -118,3 +118,7 @@ def test_no_module_imports_itself_in_a_circle():
 
     for name in sorted(graph):
         assert circle_from(name, []) is None
+
+
+def test_what_is_imported_on_first_use_is_listed():
+    assert set(equipoise.__all__) <= set(dir(equipoise))

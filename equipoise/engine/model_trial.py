@@ -98,12 +98,14 @@ def _naming(x: Tensor) -> Iterator[None]:
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
         taken = f"x holds {str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape[1:])}"
-        advised = (
-            ""
-            if x.is_floating_point()
-            else "; most models need floating point, such as x / 255 for images (data "
-            "'imagefolder' has the option scaled)"
-        )
+        advised = ""
+        if isinstance(error, IndexError) and not x.is_floating_point():
+            advised = f"; has an embedding fewer rows than {int(x.max()) + 1}?"
+        elif not x.is_floating_point():
+            advised = (
+                "; most models need floating point, such as x / 255 for images (data 'imagefolder' "
+                "has the option scaled)"
+            )
         raise InputError(f"the model cannot take a sample: {taken}{advised} ({error})") from error
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from equipoise.checks import count, real
 from equipoise.client import Client
-from equipoise.errors import InputError
+from equipoise.errors import NAME_THE_HEAD, InputError
 from equipoise.method import (
     Aggregation,
     Cohort,
@@ -81,8 +81,7 @@ class HarmoFL(LocalRule, Aggregation):
             raise InputError(
                 "harmofl adds a layer before the model, which is not possible for "
                 f"{type(model).__name__} with its own forward; "
-                "valid: equipoise.models.base.Model(features, head), or train(..., "
-                'head="classifier")'
+                f"valid: equipoise.models.base.Model(features, head), or {NAME_THE_HEAD}"
             )
         dtype = next((p.dtype for p in model.parameters()), torch.get_default_dtype())
         model.inputs = AmplitudeNorm(shape, self.low).to(dtype)

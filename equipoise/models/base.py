@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from equipoise.errors import InputError
+from equipoise.errors import NAME_THE_HEAD, InputError
 
 
 class Model(nn.Module):
@@ -189,8 +189,7 @@ def width_of(model: nn.Module, shape: Sequence[int]) -> int:
     if not isinstance(features, nn.Module):
         raise InputError(
             f"the method needs a model with features and a head, but {type(model).__name__} does "
-            "not have them; valid: the name of "
-            'the layer that is its head, such as train(..., head="classifier")'
+            f"not have them; valid: {NAME_THE_HEAD}"
         )
     z: Tensor = features(stem(x.long() if embeds else x))
     model.train(training)

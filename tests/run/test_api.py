@@ -96,6 +96,14 @@ def test_whole_numbers_for_a_model_that_needs_floating_point_are_refused(model, 
     assert not (tmp_path / "run").exists()
 
 
+def test_an_embedding_with_too_few_rows_is_named(tmp_path):
+    tokens = np.array([[0, 1], [2, 9], [3, 4], [5, 6]])
+    given = Federation.from_arrays(tokens, [0, 1, 0, 1], clients=[0, 0, 1, 1], splits=(1, 0, 0))
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 2))
+    with pytest.raises(InputError, match="has an embedding fewer rows than"):
+        train(given, model=model, rounds=1, out=tmp_path / "run")
+
+
 def test_the_name_of_a_source_is_no_federation():
     with pytest.raises(
         InputError,

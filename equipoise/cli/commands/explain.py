@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from equipoise.cli.errors import errors_as_lines
-from equipoise.cli.options import Debug, Json
+from equipoise.cli.options import Debug, Import, Json
 from equipoise.cli.output import print_json
 
 
@@ -22,6 +22,7 @@ def explain(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print docs/settings.md, which has all keys.")
     ] = False,
+    import_: Import = None,
     json_: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -35,7 +36,9 @@ def explain(
         from equipoise.cli.show.keys import show_keys
         from equipoise.explain import explain as keys_of
         from equipoise.explain import page
+        from equipoise.imports import import_own
 
+        import_own(import_ or ())
         if markdown:
             typer.echo(page(), nl=False)
         elif json_:
