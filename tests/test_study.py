@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from equipoise.cli.show.progress import progress_of_study
 from equipoise.config import experiment_from
 from equipoise.errors import InputError
 from equipoise.study import Results, Tuning, load_study, study_from, value_of
-from equipoise.study.runs import MOST_ON_GPU, at_a_time
+from equipoise.study.runs import MOST_ON_GPU, at_a_time, carry_out
+from tests.engine.gpu import pretend_gpus
 from tests.study.small import compare, snapshot
 from tests.tiny_clip import write_clip
 
@@ -539,6 +541,53 @@ def test_runs_on_a_gpu_are_as_many_as_its_memory_holds():
     assert at_a_time(40, 16, peak=30 * gigabyte, memory=24 * gigabyte) == 1
     assert at_a_time(40, 2, peak=gigabyte, memory=141 * gigabyte) == 2
     assert at_a_time(0, 2) == 1
+    two = {"memory": 24 * gigabyte, "gpus": 2}
+    assert at_a_time(40, 16, peak=int(4.5 * gigabyte), **two) == 8
+    assert at_a_time(40, 6, peak=int(4.5 * gigabyte), **two) == 6
+    assert at_a_time(40, 99, peak=0, **two) == 2 * MOST_ON_GPU
+    assert at_a_time(40, 16, peak=30 * gigabyte, **two) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "runs_at_a_time", "gpus"),
+    [("cuda", 8, [0, 1] * 4), ("auto", 8, [0, 1] * 4), ("cuda:1", 4, None), ("cpu", 16, [])],
+)
+def test_processes_of_a_study_use_the_gpus_in_turn(
+    device, runs_at_a_time, gpus, tmp_path, monkeypatch
+):
+    """The first run alone has shown that a GPU holds four of them."""
+    chosen, workers, gigabyte = pretend_gpus(monkeypatch, 2), [], 2**30
+    for name, answer in {
+        "reset_peak_memory_stats": None,
+        "max_memory_reserved": int(4.5 * gigabyte),
+        "mem_get_info": (0, 24 * gigabyte),
+        "empty_cache": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *device, answer=answer: answer)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(16), raising=False)
+    monkeypatch.setattr("equipoise.study.runs._run", lambda job, *given: {})
+
+    class Pool:
+        def __init__(self, count, context, initializer, initargs):
+            workers.append(count)
+            for _ in range(count):
+                initializer(*initargs)
+
+        def submit(self, function, *given):
+            done = Future()
+            done.set_result(function(*given))
+            return done
+
+        def shutdown(self, **how):
+            pass
+
+    monkeypatch.setattr("equipoise.study.runs.ProcessPoolExecutor", Pool)
+    base = {**BASE, "machine": {"device": device}}
+    study = study_from({**STUDY, "base": base, "seeds": list(range(10))})
+    finished = list(carry_out(study.jobs, tmp_path, None, "test", lambda job, what: None))
+    assert len(finished) == len(study.jobs) == 20
+    assert workers == [runs_at_a_time]
+    assert gpus is None or chosen == gpus
 
 
 @pytest.mark.parametrize("jobs", ["0", "-1", "many", "1.5", ""])

@@ -1,4 +1,4 @@
-"""Shared code of tests on a GPU: a skip mark, a model, and optimizers."""
+"""Shared code of tests on a GPU: a skip mark, a model, optimizers; and GPUs that are not there."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ OPTIMIZERS = {
     "nesterov": optimizer_named("sgd", lr=0.05, momentum=0.5, nesterov=True),
     "adamw": optimizer_named("adamw", lr=0.005),
 }
+
+
+def pretend_gpus(monkeypatch, count):
+    """Let PyTorch count GPUs that are not there; return a list that gets the chosen ones."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
 
 
 def model():

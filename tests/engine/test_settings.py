@@ -12,6 +12,7 @@ from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError
 from equipoise.optimizers import Adam, Schedule, Sgd, optimizer_named
 from equipoise.run.plain import optimizer_from, schedule_from, to_plain
+from tests.engine.gpu import pretend_gpus
 
 
 @pytest.mark.parametrize("name", ["epochs", "batch_size", "steps"])
@@ -90,6 +91,18 @@ def test_a_missing_gpu_is_named():
     with pytest.raises(InputError, match="PyTorch sees no GPU"):
         Machine(device="cuda:0")
     assert Machine(device="auto").torch_device == torch.device("cpu")
+
+
+def test_a_gpu_with_a_number_that_is_too_high_is_refused_with_the_numbers_there_are(monkeypatch):
+    pretend_gpus(monkeypatch, 2)
+    for number in (2, 9999):
+        with pytest.raises(
+            InputError,
+            match=f"machine.device is 'cuda:{number}', but there are 2 GPUs, numbered from 0",
+        ):
+            Machine(device=f"cuda:{number}")
+    assert Machine(device="cuda:1").torch_device == torch.device("cuda", 1)
+    assert Machine(device="auto").torch_device == torch.device("cuda")
 
 
 @pytest.mark.parametrize(

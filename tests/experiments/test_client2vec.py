@@ -39,7 +39,7 @@ TABLES = (
 )
 ON_CIFAR = ("figure4", "table1-cifar10", "table2", "table5", "table6", "table7", "table9")
 # The stages that make indices, and how many clients they have on stand-ins.
-STAGES = {"cifar10": 100, "domainnet": 60, "pacs": 40, "shakespeare": 8, "twoclasses": 100}
+STAGES = {"twoclasses": 100, "cifar10": 100, "domainnet": 60, "pacs": 40, "shakespeare": 8}
 STAGE_OF = {name: "cifar10" for name in ON_CIFAR} | {
     "table1-domainnet": "domainnet",
     "table4-8": "domainnet",

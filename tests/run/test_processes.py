@@ -11,16 +11,27 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
-from equipoise import Machine
+from equipoise import Evaluation, Machine, Training
 from equipoise.engine.link import ProcessLost
 from equipoise.errors import InputError, RunError
-from equipoise.run.processes import processes_of, rank_of_torchrun, threads_of_each
-from tests.engine.gpu import needs_gpu
-from tests.run.small import PROMISED, promised, rows_of, small_run
+from equipoise.methods import build
+from equipoise.run.processes import (
+    Work,
+    _work_there,
+    follow,
+    joined,
+    processes_of,
+    rank_of_torchrun,
+    threads_of_each,
+)
+from tests.engine.gpu import needs_gpu, pretend_gpus
+from tests.run.small import PROMISED, federation, promised, rows_of, small_run
 
 ROOT = Path(__file__).parents[2]
 TWO = Machine(device="cpu", precision="float64", processes=2)
@@ -134,6 +145,68 @@ def test_torchrun_says_how_many_processes_there_are(monkeypatch):
 def test_a_lost_process_is_a_failed_run():
     assert isinstance(ProcessLost(1, "killed"), RunError)
     assert str(ProcessLost(1, "killed")) == "process 1 of the run has ended (killed)"
+
+
+# ---- several GPUs, which are pretended -----------------------------------------------------------
+
+
+def work_on(device):
+    """The work of a run that is not carried out."""
+    settings = Training(), Machine(device=device), Evaluation(), 0
+    return Work(federation(), build("fedavg"), nn.Linear(5, 3), *settings)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus"),
+    [("cuda", [0, 1, 2, 0, 1, 2, 0]), ("auto", [0, 1, 2, 0, 1, 2, 0]), ("cpu", [])],
+)
+def test_processes_use_the_gpus_of_the_machine_in_turn(device, gpus, monkeypatch):
+    chosen = pretend_gpus(monkeypatch, 3)
+    for number in range(7):
+        work_on(device).use_gpu(number)
+    assert chosen == gpus
+
+
+def test_processes_started_here_choose_their_gpu_before_they_build_anything(tmp_path, monkeypatch):
+    chosen, told = pretend_gpus(monkeypatch, 2), []
+
+    def build_nothing(work):
+        raise InputError(f"GPU {chosen[-1]}")
+
+    monkeypatch.setattr(Work, "share", build_nothing)
+    monkeypatch.setattr("equipoise.run.processes.end_with_parent", lambda: None)
+    monkeypatch.setattr(signal, "signal", lambda *given: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    torch.save(work_on("cuda"), tmp_path / "work")
+    for rank in (1, 2, 3):
+        _work_there(tmp_path, rank, 4, 1, SimpleNamespace(send=told.append))
+    assert told == ["InputError: GPU 1", "InputError: GPU 0", "InputError: GPU 1"]
+
+
+@pytest.mark.parametrize(("local", "rank", "gpu"), [("3", 4, 1), ("2", 5, 0), (None, 5, 1)])
+@pytest.mark.parametrize("first", [True, False])
+def test_processes_of_torchrun_use_the_gpu_of_their_number_on_the_machine(
+    first, local, rank, gpu, monkeypatch
+):
+    chosen = pretend_gpus(monkeypatch, 2)
+    link = SimpleNamespace(rank=rank, broadcast=lambda told: None)
+    monkeypatch.setattr("equipoise.run.processes._group_of_torchrun", lambda: None)
+    monkeypatch.setattr("equipoise.run.processes.Link", lambda group: link)
+    monkeypatch.setattr("equipoise.run.processes.serve", lambda link, share: (share(), None))
+    monkeypatch.setattr("equipoise.run.processes.Share", lambda engine, method: chosen.copy())
+    monkeypatch.setattr(Work, "trainer", lambda work: SimpleNamespace(engine=None))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_RANK", local)
+    if first:
+        with joined(work_on("cuda")):
+            assert chosen == [gpu]
+    else:
+        # The other processes build their share when the GPU has been chosen.
+        assert follow(work_on("cuda"))[0] == [gpu]
+
+
+# ---- real processes ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
