@@ -50,7 +50,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.machine import Rates, cost_of_step, measured_apart
+from benchmarks.machine import Rates, cost_of_step, measured_apart, percent, precision_of
 from benchmarks.text import draw_text
 from equipoise import Evaluation, Federation, Machine, Training
 from equipoise.errors import InputError, unknown
@@ -301,7 +301,7 @@ def in_words(report: dict[str, Any]) -> str:
     carried_out = report["rounds_carried_out"]
     note = f" (extrapolated from {carried_out})" if report["extrapolated"] else ""
     limit = report["limit_seconds"]
-    known = "" if limit is None else f", {limit / report['seconds']:.1%} of the machine's limit"
+    known = "" if limit is None else f", {percent(limit / report['seconds'])} of the limit"
     published = ", ".join(
         f"{name} {_minutes(value)}" for name, value in report["published_seconds"].items()
     )
@@ -334,8 +334,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if name not in WORKLOADS:
                 raise unknown("job", name, WORKLOADS, where="the command line")
         machine = Machine(device=arguments.device, tf32=arguments.tf32)
-        kind = machine.torch_device.type
-        rates = measured_apart(kind, tf32=arguments.tf32, threads=torch.get_num_threads())
+        kind, precision = machine.torch_device.type, precision_of(machine)
+        rates = measured_apart(kind, precision=precision, threads=torch.get_num_threads())
         reports = []
         for name in arguments.jobs:
             reports.append(

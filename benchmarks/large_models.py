@@ -1,7 +1,11 @@
 """Measure the cost of frozen models, questions and repeated uses of z.
 
 Run ``python -m benchmarks.large_models --help``. Every measurement runs in its own process, which
-reports its peak memory and its time. Ratios compare measurements of the same call. Measurements:
+reports its peak memory and its time. Ratios compare measurements of the same call. Beside each
+figure stands its share of the machine's limit (``benchmarks.machine``), for which the model's own
+passes are counted: other terms of a loss are left out, and tokens that can be encoded before
+training count as given. Where only the backbone is in bfloat16, the limit is that of products in
+bfloat16. Measurements:
 
 ``step``
     One local step of stacked clients on a frozen ViT with prompts, against the same clients one by
@@ -37,7 +41,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +51,14 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from benchmarks.machine import (
+    Cost,
+    Rates,
+    cost_of_step,
+    in_words,
+    measured_apart,
+    precision_of,
+)
 from equipoise import Evaluation
 from equipoise.client import Client
 from equipoise.engine.arithmetic import exact_arithmetic
@@ -97,6 +109,95 @@ class Rounds:
         self.state = State(self.state.round + 1, state.model)
         if self.engine.network.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the figures of a measurement stand for: steps of a model on a batch.
+
+    Clients that share a frozen backbone are counted as one batch, for which it is read once.
+
+    Attributes
+    ----------
+    module : Module
+        The model.
+    x : Tensor
+        A batch.
+    steps : int
+        How many of them.
+    machine : Machine
+        Where, and in which arithmetic. On a CPU there is one thread.
+    training : bool
+        False for a forward pass alone.
+    encoded : bool
+        Whether the stem's tokens are given.
+    """
+
+    module: nn.Module
+    x: Tensor
+    steps: int
+    machine: Machine
+    training: bool = True
+    encoded: bool = False
+
+    def counted(self) -> dict[str, Any]:
+        """Count operations and bytes of a step, in numbers that another process can read."""
+        module, x, precision = self.module, self.x, precision_of(self.machine)
+        if self.encoded:
+            with torch.no_grad():
+                one = module.stem(x[:1].to(next(module.parameters()).device))
+            module = nn.Sequential(module.features, module.head)
+            x = one.expand(len(x), *one[0].shape)
+        cost = cost_of_step(module, x, precision=precision, training=self.training)
+        return asdict(cost) | {
+            "steps": self.steps,
+            "images": self.steps * len(self.x),
+            "device": self.machine.torch_device.type,
+            "precision": precision,
+        }
+
+
+def beside_the_limit(
+    measured: dict[str, Any], needs: dict[str, Any], rates: Rates
+) -> dict[str, Any]:
+    """Add the machine's limit to a measurement, and the share of it that each figure is.
+
+    Parameters
+    ----------
+    measured : dict
+        Figures: those named ``…seconds`` and ``images_a_second`` have a limit.
+    needs : dict
+        What they need, as ``Needs.counted`` returns it.
+    rates : Rates
+        What the machine can do.
+
+    Returns
+    -------
+    dict
+        With ``limit`` and ``share_of_limit``.
+
+    Examples
+    --------
+    >>> needs = {"operations": 8, "bytes": 3, "steps": 5, "images": 30}
+    >>> figures = {"cpu_seconds": 50.0, "images_a_second": 0.6}
+    >>> beside_the_limit(figures, needs, Rates(4.0, 1.0, "here", "float32"))["share_of_limit"]
+    {'cpu_seconds': 0.3, 'images_a_second': 0.3}
+    """
+    cost = Cost(needs["operations"], needs["bytes"])
+    seconds = needs["steps"] * cost.seconds(rates)
+    highest = needs["images"] / seconds
+    shares = {
+        name: value / highest if name == "images_a_second" else seconds / value
+        for name, value in measured.items()
+        if name == "images_a_second" or name.endswith("seconds")
+    }
+    limit = {
+        "seconds": seconds,
+        "images_a_second": highest,
+        "bound": cost.bound(rates),
+        "rates": in_words(rates),
+    }
+    return measured | {"limit": limit, "share_of_limit": shares}
 
 
 def median_seconds(play: Callable[[], None], rounds: int, warmup: int) -> float:
@@ -151,7 +252,10 @@ def step(
     began = time.process_time()
     for _ in range(rounds):
         play()
-    return {"cpu_seconds": (time.process_time() - began) / rounds}
+    return {
+        "cpu_seconds": (time.process_time() - began) / rounds,
+        "needs": Needs(module, federation.x, 1, Machine(device="cpu"), encoded=True),
+    }
 
 
 def prompts(
@@ -162,17 +266,21 @@ def prompts(
     machine = Machine(
         device="cuda",
         chunk=clients,
-        tf32=how == "tf32",
+        tf32=how in ("tf32", "loop tf32"),
         frozen="bfloat16" if how == "bfloat16" else None,
     )
     if how.startswith("loop"):
-        play = _plain_loop(federation, module.cuda(), tf32=how == "loop tf32")
+        play = _plain_loop(federation, module.cuda(), tf32=machine.tf32)
         rounds = 1
     else:
         training = Training(batch_size=32, epochs=1, optimizer=Sgd(lr=0.1))
         play = Rounds(StackedEngine(federation, module, training, machine)).play
     seconds = median_seconds(play, rounds, warmup=1 if how.startswith("loop") else 3)
-    return {"images_a_second": clients * each / seconds, "rounds": rounds}
+    return {
+        "images_a_second": clients * each / seconds,
+        "rounds": rounds,
+        "needs": Needs(module, federation.x[: clients * 32], each // 32, machine, encoded=True),
+    }
 
 
 def _plain_loop(federation: Federation, module: nn.Module, *, tf32: bool) -> Callable[[], None]:
@@ -210,17 +318,22 @@ def fedgcr(
         clients, rounds = 6, 1
     federation = images(clients, each, pixels)
     module = build_model("fedgc", shape=(3, pixels, pixels), classes=CLASSES, source=source)
+    machine = Machine(
+        device="cuda",
+        tf32=how not in ("loop", "float32"),
+        frozen="bfloat16" if how == "bfloat16" else None,
+    )
+    steps = rounds * each // 32
+    needs = Needs(module, federation.x[: clients * 32], steps, machine, encoded=True)
     if how.startswith("loop"):
-        play = _fedgcr_loop(federation, module.cuda(), tf32=how == "loop tf32")
+        play = _fedgcr_loop(federation, module.cuda(), tf32=machine.tf32)
         return {
             "images_a_second": clients * each / median_seconds(play, rounds, warmup=1),
             "rounds": rounds,
+            "needs": needs,
         }
     training = Training(
         rounds=rounds, batch_size=32, epochs=1, optimizer=optimizer_named("adamw", lr=1e-3)
-    )
-    machine = Machine(
-        device="cuda", tf32=how != "float32", frozen="bfloat16" if how == "bfloat16" else None
     )
     began = time.perf_counter()
     trainer = Trainer(
@@ -239,6 +352,7 @@ def fedgcr(
         "images_a_second": rounds * clients * each / seconds,
         "rounds": rounds,
         "seconds": seconds,
+        "needs": needs,
     }
 
 
@@ -307,19 +421,21 @@ def resnet(
         module = build_model(
             "pretrained", shape=(3, pixels, pixels), classes=CLASSES, source=folder
         )
+    method, _, chunk = how.partition(" chunk ")
+    machine = Machine(device="cuda", precision="bfloat16", chunk=int(chunk) if chunk else "auto")
     if how == "loop":
         play = _plain_training(federation, module.cuda(), optimizer, batch)
     else:
-        method, _, chunk = how.partition(" chunk ")
-        machine = Machine(
-            device="cuda", precision="bfloat16", chunk=int(chunk) if chunk else "auto"
-        )
         engine = StackedEngine(
             federation, module, Training(batch_size=batch, optimizer=optimizer), machine
         )
         play = Rounds(engine, build_method(method).local).play
     seconds = median_seconds(play, rounds, warmup=2)
-    return {"seconds": seconds, "images_a_second": clients * each / seconds}
+    return {
+        "seconds": seconds,
+        "images_a_second": clients * each / seconds,
+        "needs": Needs(module, federation.x[:batch], clients * each // batch, machine),
+    }
 
 
 def _plain_training(
@@ -372,7 +488,11 @@ def question(how: str, source: str, pixels: int = 64) -> dict[str, Any]:
     began = time.process_time()
     cohort.ask("loss_sum", model=engine.network.initial())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"cpu_seconds": time.process_time() - began, "question_mib": (peak - held) / 1024}
+    return {
+        "cpu_seconds": time.process_time() - began,
+        "question_mib": (peak - held) / 1024,
+        "needs": Needs(module, floating.x, 1, Machine(device="cpu"), training=False),
+    }
 
 
 @dataclass(frozen=True)
@@ -405,7 +525,12 @@ def looks(how: str, source: str, rounds: int = 12) -> dict[str, Any]:
         engine = StackedEngine(federation, module, Training(batch_size=10), Machine(device=device))
         players.append(Rounds(engine, rule))
     plain, three = in_turns(players, rounds)
-    return {"fedavg_seconds": plain, "three_looks_seconds": three, "ratio": three / plain}
+    return {
+        "fedavg_seconds": plain,
+        "three_looks_seconds": three,
+        "ratio": three / plain,
+        "needs": Needs(module, x[:10], len(x) // 10, Machine(device=device)),
+    }
 
 
 def padding(how: str, source: str, rounds: int = 10) -> dict[str, Any]:
@@ -425,7 +550,12 @@ def padding(how: str, source: str, rounds: int = 10) -> dict[str, Any]:
         for size in (8, 32)
     ]
     narrow, wide = in_turns(players, rounds)
-    return {"batch_8_seconds": narrow, "batch_32_seconds": wide, "ratio": wide / narrow}
+    return {
+        "batch_8_seconds": narrow,
+        "batch_32_seconds": wide,
+        "ratio": wide / narrow,
+        "needs": Needs(module, floating.x[:8], 5 * floating.clients, Machine(device="cpu")),
+    }
 
 
 MEASUREMENTS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[str, ...]]] = {
@@ -440,7 +570,7 @@ MEASUREMENTS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[str, ...]]] =
 
 
 def in_a_process(name: str, how: str, source: str) -> dict[str, Any]:
-    """Run one measurement in its own process, and add its peak memory."""
+    """Run one measurement in its own process, and add its peak memory and the limit."""
     command = [
         sys.executable,
         "-m",
@@ -453,7 +583,9 @@ def in_a_process(name: str, how: str, source: str) -> dict[str, Any]:
     ]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return measured
+    needs = measured.pop("needs")
+    rates = measured_apart(needs["device"], precision=needs["precision"], threads=1)
+    return beside_the_limit(measured, needs, rates)
 
 
 def main() -> None:
@@ -476,10 +608,12 @@ def main() -> None:
     if given.only:
         name, how = given.only
         measured = MEASUREMENTS[name][0](how, given.source)
+        needs: Needs = measured.pop("needs")
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         if torch.cuda.is_available():
             measured["gpu_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        print(json.dumps(measured | {"peak_gib": peak}))
+        # Counting takes memory, too.
+        print(json.dumps(measured | {"peak_gib": peak, "needs": needs.counted()}))
         return
     report: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     for name in given.measurements:

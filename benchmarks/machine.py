@@ -2,7 +2,8 @@
 
 The limit of a job on a machine is the larger of two times: its operations over the rate of large
 matrix products, and its bytes over the rate at which memory is copied. Both rates are measured, in
-the precision that is used, with the threads that are used. What a client-step needs is counted:
+the precision that is used, with the threads that are used. A CPU knows no TF32 and is measured in
+float32 in its place. What a client-step needs is counted:
 
 operations
     Multiplications and additions of the matrix products and convolutions of the forward and the
@@ -12,7 +13,8 @@ bytes
     backward pass reads its input and its output's gradient and writes its input's gradient.
     Parameters are read by both passes and written once by the optimizer. So layers without
     parameters, gradients of parameters and what a layer does inside cost nothing: a program that
-    computes them together with their neighbours needs no memory traffic for them.
+    computes them together with their neighbours needs no memory traffic for them. In bfloat16
+    inputs and outputs have two bytes a number; parameters stay in float32.
 
 Small tensors may stay in a processor's cache, whose rate is higher. Then a job can be faster than
 its limit by bytes.
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import os
 import platform
@@ -37,8 +40,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from equipoise.engine.settings import Machine
 from equipoise.errors import InputError, RunError
 from equipoise.models import cpu_products
+
+PRECISIONS = ("float32", "tf32", "bfloat16")
 
 # Rows of the square matrices, and bytes of the copied tensor: far more than caches hold.
 _SIZES = {"cpu": (2048, 2**28), "cuda": (8192, 2**32)}
@@ -57,7 +63,7 @@ class Rates:
     device : str
         What was measured.
     precision : str
-        ``"float32"`` or ``"tf32"``.
+        Of the products: one of ``PRECISIONS``.
     """
 
     operations: float
@@ -88,11 +94,38 @@ class Cost:
         by_operations = self.operations / rates.operations >= self.bytes / rates.bytes
         return "operations" if by_operations else "bytes"
 
+    def limit(self, rates: Rates) -> dict[str, Any]:
+        """Return what reports say of the limit.
+
+        Parameters
+        ----------
+        rates : Rates
+            What the machine can do.
+
+        Returns
+        -------
+        dict
+            ``operations`` and ``bytes`` of a client-step, ``client_steps_per_second``, which of the
+            two is the limit (``bound``), and the ``precision`` of the measured products.
+
+        Examples
+        --------
+        >>> Cost(operations=8, bytes=3).limit(Rates(4.0, 1.0, "here", "float32"))["bound"]
+        'bytes'
+        """
+        return {
+            "operations": self.operations,
+            "bytes": self.bytes,
+            "client_steps_per_second": 1 / self.seconds(rates),
+            "bound": self.bound(rates),
+            "precision": rates.precision,
+        }
+
 
 def measure(
     device: torch.device,
     *,
-    tf32: bool = False,
+    precision: str = "float32",
     rows: int | None = None,
     copied: int | None = None,
     repeats: int = 5,
@@ -103,8 +136,8 @@ def measure(
     ----------
     device : torch.device
         What to measure.
-    tf32 : bool
-        Whether products may use TF32 on a GPU.
+    precision : str
+        Of the products: one of ``PRECISIONS``. A CPU is measured in float32 in place of TF32.
     rows : int, optional
         Rows and columns of the matrices.
     copied : int, optional
@@ -124,10 +157,12 @@ def measure(
     """
     usual_rows, usual_bytes = _SIZES[device.type]
     rows, copied = rows or usual_rows, copied or usual_bytes
+    precision = _measured(device.type, precision)
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     try:
-        a, b = (torch.rand(rows, rows, device=device) for _ in range(2))
+        a, b = (torch.rand(rows, rows, dtype=dtype, device=device) for _ in range(2))
         # On a CPU with the library that is faster there.
         product = _best(lambda: cpu_products.linear(a, b), device, repeats)
     finally:
@@ -139,8 +174,13 @@ def measure(
         operations=2 * rows**3 / product,
         bytes=2 * copied / copy,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        precision="tf32" if tf32 and device.type == "cuda" else "float32",
+        precision=precision,
     )
+
+
+def _measured(device: str, precision: str) -> str:
+    """Return the precision in which products are measured."""
+    return "float32" if device == "cpu" and precision == "tf32" else precision
 
 
 def _best(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
@@ -161,7 +201,12 @@ def _wait(device: torch.device) -> None:
 
 
 def cost_of_step(
-    model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor] | None = None
+    model: nn.Module,
+    x: Tensor,
+    loss: Callable[[Tensor], Tensor] | None = None,
+    *,
+    precision: str = "float32",
+    training: bool = True,
 ) -> Cost:
     """Count what one step of one client needs: forward, backward and plain SGD.
 
@@ -174,6 +219,10 @@ def cost_of_step(
         A batch.
     loss : callable, optional
         The loss of the model's output; its sum by default. It matters where it has matrix products.
+    precision : str
+        One of ``PRECISIONS``.
+    training : bool
+        False for a forward pass alone.
 
     Returns
     -------
@@ -187,19 +236,27 @@ def cost_of_step(
 
     >>> cost_of_step(nn.Linear(3, 2), torch.zeros(5, 3))
     Cost(operations=120, bytes=296)
+    >>> cost_of_step(nn.Linear(3, 2), torch.zeros(5, 3), training=False)
+    Cost(operations=60, bytes=132)
     """
     # ``to`` changes a module in place.
     away = copy.deepcopy(model).to("meta").train()
-    moved = 0
+    if not training:
+        away.requires_grad_(False)
+    passes, moved = 1 + training, 0
+
+    def size(tensor: Tensor) -> int:
+        lowered = precision == "bfloat16" and tensor.is_floating_point()
+        return tensor.numel() * 2 if lowered else _bytes(tensor)
 
     def count(layer: nn.Module, given: tuple[Any, ...], output: Any) -> None:
         nonlocal moved
         for tensor in given:
             # Read by both passes, and its gradient written, if it has one.
-            moved += _bytes(tensor) * (3 if tensor.requires_grad else 2)
+            moved += size(tensor) * (3 if tensor.requires_grad else passes)
         # Written, and its gradient read. Recurrent layers also return their last states, which are
         # part of their outputs.
-        moved += 2 * _bytes(output[0] if isinstance(output, tuple) else output)
+        moved += passes * size(output[0] if isinstance(output, tuple) else output)
 
     hooks = [
         layer.register_forward_hook(count)
@@ -208,22 +265,31 @@ def cost_of_step(
     ]
     with FlopCounterMode(display=False) as counter:
         output = away(x.to("meta"))
-        (output.sum() if loss is None else loss(output)).backward()
+        if training:
+            (output.sum() if loss is None else loss(output)).backward()
     for hook in hooks:
         hook.remove()
     parameters = sum(_bytes(p) for p in away.parameters() if p.requires_grad)
     still = sum(_bytes(p) for p in away.parameters() if not p.requires_grad)
-    return Cost(int(counter.get_total_flops()), moved + 3 * parameters + 2 * still)
+    return Cost(int(counter.get_total_flops()), moved + 3 * parameters + passes * still)
 
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def measured_apart(device: str, *, tf32: bool, threads: int) -> Rates:
-    """Measure in a process of its own, which leaves nothing on the device."""
+def measured_apart(device: str, *, precision: str = "float32", threads: int) -> Rates:
+    """Measure in a process of its own, which leaves nothing on the device.
+
+    The same rates are measured only once in a process.
+    """
+    return _measured_apart(device, _measured(device, precision), threads)
+
+
+@functools.cache
+def _measured_apart(device: str, precision: str, threads: int) -> Rates:
     command = [sys.executable, "-m", "benchmarks.machine", "--device", device, "--json"]
-    command += ["--threads", str(threads), *(["--tf32"] if tf32 else [])]
+    command += ["--threads", str(threads), "--precision", precision]
     variables = os.environ | {"OMP_NUM_THREADS": str(threads)}
     root = Path(__file__).parents[1]
     done = subprocess.run(
@@ -234,6 +300,19 @@ def measured_apart(device: str, *, tf32: bool, threads: int) -> Rates:
     return Rates(**json.loads(done.stdout))
 
 
+def precision_of(machine: Machine) -> str:
+    """Name the fastest arithmetic that machine settings allow to products.
+
+    Examples
+    --------
+    >>> precision_of(Machine(tf32=True)), precision_of(Machine(tf32=True, frozen="bfloat16"))
+    ('tf32', 'bfloat16')
+    """
+    if "bfloat16" in (machine.precision, machine.frozen):
+        return "bfloat16"
+    return "tf32" if machine.tf32 else "float32"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(
@@ -242,7 +321,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default 2)")
-    parser.add_argument("--tf32", action="store_true", help="let products use TF32 on a GPU")
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default="float32",
+        help="of the products (default float32); a CPU has no tf32 and takes float32 in its place",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--rows", type=int, help="rows of the matrices")
     parser.add_argument("--copied", type=int, help="bytes of the copied tensor")
@@ -252,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(arguments.threads)
     rates = measure(
         torch.device(arguments.device),
-        tf32=arguments.tf32,
+        precision=arguments.precision,
         rows=arguments.rows,
         copied=arguments.copied,
     )
@@ -290,6 +374,28 @@ def scaled(value: float) -> str:
                 else f"{value / size:.2g} {prefix}"
             )
     return f"{value:.2g} "
+
+
+def rounded(rate: float) -> str:
+    """Write client-steps per second.
+
+    Examples
+    --------
+    >>> rounded(12345.6), rounded(1.2345)
+    ('12,346', '1.23')
+    """
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def percent(share: float) -> str:
+    """Write a share of the limit.
+
+    Examples
+    --------
+    >>> percent(0.25), percent(0.00041)
+    ('25.0 %', '0.041 %')
+    """
+    return f"{100 * share:.1f} %" if share >= 0.01 else f"{100 * share:.2g} %"
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 
 Every model is made of PyTorch's own layers. The loop trains one client after the other,
 Equipoise as many at a time as the engine decides. Both take turns in one process, so that load
-affects both alike. Reported are the client-steps per second of both and the median over rounds of
-the loop's seconds over Equipoise's.
+affects both alike. Reported are the client-steps per second of both, their shares of the machine's
+limit (``benchmarks.machine``), and the median over rounds of the loop's seconds over Equipoise's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from benchmarks.machine import Rates, cost_of_step, in_words, measured_apart, percent, rounded
 from benchmarks.million import one_round
 from equipoise import Evaluation, Federation, Machine, Training
 from equipoise.methods import build as build_method
@@ -146,7 +147,7 @@ def plain_round(model: nn.Module, x: Tensor, y: Tensor, batch: int) -> float:
     return time.perf_counter() - began
 
 
-def measure(name: str, *, seconds: float, machine: dict[str, Any]) -> dict[str, Any]:
+def measure(name: str, *, seconds: float, machine: dict[str, Any], rates: Rates) -> dict[str, Any]:
     """Time rounds of both sides in turns.
 
     Parameters
@@ -157,17 +158,21 @@ def measure(name: str, *, seconds: float, machine: dict[str, Any]) -> dict[str, 
         About how long rounds are timed, after warm-up. At least three pairs are.
     machine : dict
         Further machine settings of Equipoise, such as ``{"chunk": 1}``.
+    rates : Rates
+        What the machine can do.
 
     Returns
     -------
     dict
-        Client-steps per second of both, their ratio, and the chunk of the engine.
+        Client-steps per second of both, and at most (``limit``); their ratio, and the chunk of the
+        engine.
     """
     case = MODELS[name]
     torch.manual_seed(0)
     model = case.make()
     x, y, clients = samples(case)
     plain = copy.deepcopy(model)
+    limit = cost_of_step(model, x[: case.batch]).limit(rates)
     federation = Federation.from_arrays(
         x, y, clients=clients, splits=(1.0, 0.0, 0.0), classes=CLASSES
     )
@@ -189,6 +194,7 @@ def measure(name: str, *, seconds: float, machine: dict[str, Any]) -> dict[str, 
         "model": name,
         "loop": CLIENTS * STEPS / loop,
         "equipoise": CLIENTS * STEPS / ours,
+        "limit": limit["client_steps_per_second"],
         "ratio": statistics.median(one / two for one, two in timed),
         "chunk": trainer.engine.chunk,
         "pairs": len(timed),
@@ -197,13 +203,15 @@ def measure(name: str, *, seconds: float, machine: dict[str, Any]) -> dict[str, 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Write the table."""
-    head = "| model | plain loop | Equipoise | ratio | stacked clients |\n|---|---:|---:|---:|---:|"
-    lines = [
-        f"| {row['model']} | {row['loop']:,.3g} | {row['equipoise']:,.3g} | {row['ratio']:.2f} × | "
-        f"{min(row['chunk'], CLIENTS)} |"
-        for row in rows
-    ]
-    return "\n".join([head, *lines])
+    sides = "plain loop | of limit | Equipoise | of limit"
+    lines = [f"| model | limit | {sides} | ratio | stacked clients |", "|---" + "|---:" * 7 + "|"]
+    for row in rows:
+        cells = [row["model"], rounded(row["limit"])]
+        for side in ("loop", "equipoise"):
+            cells += [rounded(row[side]), percent(row[side] / row["limit"])]
+        cells += [f"{row['ratio']:.2f} ×", str(min(row["chunk"], CLIENTS))]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -220,11 +228,13 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     machine = {} if arguments.chunk is None else {"chunk": arguments.chunk}
+    rates = measured_apart("cpu", threads=arguments.threads)
     rows = []
     for name in arguments.models:
-        rows.append(measure(name, seconds=arguments.seconds, machine=machine))
+        rows.append(measure(name, seconds=arguments.seconds, machine=machine, rates=rates))
         print(f"{name}: {rows[-1]['ratio']:.2f} times the plain loop", flush=True)
     print(f"\nClient-steps per second, {arguments.threads} threads.\n\n{markdown(rows)}")
+    print(f"\nMeasured rates of the machine: {in_words(rates)}.")
 
 
 if __name__ == "__main__":

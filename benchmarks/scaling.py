@@ -7,12 +7,15 @@
 Every cell is a line of ``scaling.jsonl`` in ``--out``, so that a grid can be measured in pieces.
 From all lines there, ``scaling.md`` (tables) and ``scaling.png`` (log-log) are made at the end;
 ``--show`` does only that. A cell trains FedAvg for a few rounds with the engine's own round loop,
-without evaluation. Cells that would not fit into memory are left out and named.
+without evaluation. Cells that would not fit into memory are left out and named. The machine's rates
+are measured once for each precision; a cell's share is that of the limit that follows from them
+(``benchmarks.machine``).
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import math
@@ -26,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.machine import Rates, cost_of_step, in_words, measured_apart, percent, rounded
 from benchmarks.million import one_round
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError, unknown
@@ -94,6 +98,7 @@ def measure(
     device: str,
     steps: int,
     seconds: float,
+    rates: Rates,
 ) -> dict[str, Any]:
     """Measure one cell.
 
@@ -113,16 +118,21 @@ def measure(
         Local steps of each client in a round, of ten samples.
     seconds : float
         About how long rounds are timed, after warm-up. At least two are.
+    rates : Rates
+        What the machine can do in this precision.
 
     Returns
     -------
     dict
-        ``client_steps_per_second`` is that of the median round.
+        ``client_steps_per_second`` is that of the median round, ``share_of_limit`` its share of the
+        machine's ``limit``, which has an entry of the same name.
     """
     model, options, shape = MODELS[name]
     module = build_model(model, shape=shape, classes=10, **options)
+    data = federation(cohort, steps * BATCH, shape)
+    limit = cost_of_step(module, data.x[:BATCH], precision=precision).limit(rates)
     trainer = Trainer(
-        federation(cohort, steps * BATCH, shape),
+        data,
         build_method("fedavg"),
         module,
         Training(rounds=10**9, cohort=cohort, batch_size=BATCH, optimizer=Sgd(lr=1e-3)),
@@ -149,6 +159,7 @@ def measure(
     while len(timed) < 2 or (sum(timed) < seconds and len(timed) < 200):
         timed.append(seconds_of_round())
     median = statistics.median(timed)
+    rate = cohort * steps / median
     return {
         "model": name,
         "parameters": sum(p.numel() for p in module.parameters()),
@@ -157,7 +168,10 @@ def measure(
         "chunk": chunk,
         "used_chunk": trainer.engine.chunk,
         "steps": steps,
-        "client_steps_per_second": cohort * steps / median,
+        "client_steps_per_second": rate,
+        "limit": limit,
+        "share_of_limit": rate / limit["client_steps_per_second"],
+        "rates": dataclasses.asdict(rates),
         "seconds_per_round": median,
         "slowest": max(timed),
         "fastest": min(timed),
@@ -206,7 +220,12 @@ def latest(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def markdown(lines: Sequence[dict[str, Any]]) -> str:
     """Write tables: chunk sizes by rule over cohorts, and given chunk sizes."""
-    text = ["# Client-steps per second", ""]
+    text = [
+        "# Client-steps per second",
+        "",
+        "Beside each: the share of the machine's limit.",
+        "",
+    ]
     by_rule = [line for line in lines if line["chunk"] == "auto"]
     given = [line for line in lines if line["chunk"] != "auto"]
     if by_rule:
@@ -214,33 +233,48 @@ def markdown(lines: Sequence[dict[str, Any]]) -> str:
         text += [
             "Chunk size by rule (in brackets); columns are cohort sizes.",
             "",
-            "| model | precision | " + " | ".join(f"{cohort:,}" for cohort in cohorts) + " |",
-            "|---|---|" + "---:|" * len(cohorts),
+            "| model | precision | limit | " + " | ".join(f"{each:,}" for each in cohorts) + " |",
+            "|---|---|---:|" + "---:|" * len(cohorts),
         ]
         for (model, precision), own in _grouped(by_rule, "model", "precision"):
-            cells = {line["cohort"]: _cell(line) for line in own}
+            cells = {
+                line["cohort"]: _cell(line, f" ({min(line['used_chunk'], line['cohort'])})")
+                for line in own
+            }
             row = " | ".join(cells.get(cohort, "") for cohort in cohorts)
-            text.append(f"| {model} | {precision} | {row} |")
+            text.append(f"| {model} | {precision} | {_limit(own)} | {row} |")
     if given:
         chunks = sorted({line["chunk"] for line in given})
         text += [
             "",
             "Given chunk sizes, in columns.",
             "",
-            "| model | precision | cohort | " + " | ".join(map(str, chunks)) + " |",
-            "|---|---|---:|" + "---:|" * len(chunks),
+            "| model | precision | limit | cohort | " + " | ".join(map(str, chunks)) + " |",
+            "|---|---|---:|---:|" + "---:|" * len(chunks),
         ]
         for (model, precision, cohort), own in _grouped(given, "model", "precision", "cohort"):
-            rates = {line["chunk"]: f"{line['client_steps_per_second']:,.0f}" for line in own}
-            row = " | ".join(rates.get(chunk, "") for chunk in chunks)
-            text.append(f"| {model} | {precision} | {cohort:,} | {row} |")
-    machines = sorted({f"{line['device']}, PyTorch {line['torch']}" for line in lines})
-    return "\n".join([*text, "", *machines, ""])
+            cells = {line["chunk"]: _cell(line) for line in own}
+            row = " | ".join(cells.get(chunk, "") for chunk in chunks)
+            text.append(f"| {model} | {precision} | {_limit(own)} | {cohort:,} | {row} |")
+    machines = {f"- {line['device']}, PyTorch {line['torch']}" for line in lines}
+    rates = {in_words(Rates(**line["rates"])) for line in _limited(lines)}
+    measured = [f"- Measured rates of the machine: {words}" for words in sorted(rates)]
+    return "\n".join([*text, "", *sorted(machines), *measured, ""])
 
 
-def _cell(line: dict[str, Any]) -> str:
-    used = min(line["used_chunk"], line["cohort"])
-    return f"{line['client_steps_per_second']:,.0f} ({used})"
+def _cell(line: dict[str, Any], chunk: str = "") -> str:
+    share = f", {percent(line['share_of_limit'])}" if _limited([line]) else ""
+    return rounded(line["client_steps_per_second"]) + chunk + share
+
+
+def _limit(lines: Sequence[dict[str, Any]]) -> str:
+    found = [line["limit"]["client_steps_per_second"] for line in _limited(lines)]
+    return rounded(found[-1]) if found else ""
+
+
+def _limited(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines with a limit; journals of earlier versions have none."""
+    return [line for line in lines if "limit" in line]
 
 
 def _grouped(
@@ -362,6 +396,11 @@ def _checked(given: argparse.Namespace) -> list[int | str]:
 
 
 def _measure_all(given: argparse.Namespace, chunks: Sequence[int | str], journal: Path) -> None:
+    threads = torch.get_num_threads()
+    rates = {
+        precision: measured_apart(given.device, precision=precision, threads=threads)
+        for precision in given.precisions
+    }
     begin = time.perf_counter()
     cells = [
         (model, precision, cohort, chunk)
@@ -381,7 +420,7 @@ def _measure_all(given: argparse.Namespace, chunks: Sequence[int | str], journal
             continue
         how = {"device": given.device, "steps": given.steps, "seconds": given.seconds}
         try:
-            line = measure(model, cohort, precision, chunk, **how)
+            line = measure(model, cohort, precision, chunk, rates=rates[precision], **how)
         except torch.OutOfMemoryError as error:
             print(f"{what}: {str(error)[:120]}", file=sys.stderr, flush=True)
             continue
@@ -391,7 +430,7 @@ def _measure_all(given: argparse.Namespace, chunks: Sequence[int | str], journal
                 torch.cuda.empty_cache()
         with journal.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        print(f"{what}: {line['client_steps_per_second']:,.0f}", file=sys.stderr, flush=True)
+        print(f"{what}: {_cell(line)} of the limit", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,15 @@ import torch
 
 from benchmarks import jobs
 from benchmarks.environments import PEERS, ROOT, Choices, Peer, interpreter, variables
-from benchmarks.machine import Rates, cost_of_step, in_words, measured_apart, scaled
+from benchmarks.machine import (
+    Rates,
+    cost_of_step,
+    in_words,
+    measured_apart,
+    percent,
+    rounded,
+    scaled,
+)
 from benchmarks.protocol import Job
 from equipoise.errors import InputError, RunError, unknown
 from equipoise.models import build
@@ -176,7 +184,8 @@ def _compare(
     names: list[str], peers: list[Peer], choices: Choices, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     pythons = {peer.name: interpreter(peer, choices) for peer in peers}
-    rates = measured_apart(arguments.device, tf32=arguments.tf32, threads=arguments.threads)
+    precision = "tf32" if arguments.tf32 else "float32"
+    rates = measured_apart(arguments.device, precision=precision, threads=arguments.threads)
     report: dict[str, Any] = {
         "device": arguments.device,
         "machine": dataclasses.asdict(rates),
@@ -217,8 +226,7 @@ def limit_of(job: Job, rates: Rates) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``operations`` and ``bytes`` of a client-step, ``client_steps_per_second``, and which of the
-        two is the limit (``bound``).
+        See ``Cost.limit``.
 
     Examples
     --------
@@ -227,13 +235,8 @@ def limit_of(job: Job, rates: Rates) -> dict[str, Any]:
     'operations'
     """
     model = build(job.model, shape=job.shape, classes=job.classes, **job.options)
-    cost = cost_of_step(model, jobs.draw(dataclasses.replace(job, clients=1))[0][0, : job.batch])
-    return {
-        "operations": cost.operations,
-        "bytes": cost.bytes,
-        "client_steps_per_second": 1 / cost.seconds(rates),
-        "bound": cost.bound(rates),
-    }
+    batch = jobs.draw(dataclasses.replace(job, clients=1))[0][0, : job.batch]
+    return cost_of_step(model, batch).limit(rates)
 
 
 def _measure(
@@ -277,7 +280,7 @@ def _measure(
                 print(f"{what}: {error}", file=sys.stderr, flush=True)
                 continue
             results[peer.name].append(json.loads(out.read_text()))
-            rate = _rate(results[peer.name][-1]["client_steps_per_second"]["median"])
+            rate = rounded(results[peer.name][-1]["client_steps_per_second"]["median"])
             print(f"{what}: {rate} client-steps/s", file=sys.stderr, flush=True)
     return results, failures
 
@@ -439,7 +442,7 @@ def markdown(report: dict[str, Any]) -> str:
         rows = [_row(peer, row, job["ratios"]) for peer, row in job["peers"].items()]
         limit, steps = job["limit"], job["steps_per_round"]
         highest = limit["client_steps_per_second"]
-        last = ["limit", _rate(highest), "-", "100 %", f"{steps / highest:.3g}"]
+        last = ["limit", rounded(highest), "-", "100 %", f"{steps / highest:.3g}"]
         rows.append([*last, *["-"] * (len(header) - len(last))])
         lines += _table([header, *rows])
         lines += [
@@ -466,9 +469,9 @@ def _row(peer: str, row: dict[str, Any], ratios: dict[str, float]) -> list[str]:
     peak = row["peak"]
     return [
         peer,
-        _rate(row["client_steps_per_second"]),
-        f"{_rate(row['lowest'])} … {_rate(row['highest'])}",
-        f"{row['share_of_limit']:.1%}".replace("%", " %"),
+        rounded(row["client_steps_per_second"]),
+        f"{rounded(row['lowest'])} … {rounded(row['highest'])}",
+        percent(row["share_of_limit"]),
         f"{row['seconds_per_round']:.3g}",
         f"{peak['resident_mib']:,.0f}",
         f"{peak['cuda_reserved_mib']:,.0f}" if "cuda_reserved_mib" in peak else "-",
@@ -476,10 +479,6 @@ def _row(peer: str, row: dict[str, Any], ratios: dict[str, float]) -> list[str]:
         f"{row['distance']['of_move']:.1e}" if row["distance"] else "-",
         f"{ratios[peer]:.2f} times as fast" if peer in ratios else "-",
     ]
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _table(cells: list[list[str]]) -> list[str]:

@@ -7,15 +7,19 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import own_models
+from benchmarks.machine import Rates, percent, rounded
 
 
 @pytest.mark.parametrize("name", ["dense 64", "LSTM 1 x 32"])
 def test_both_sides_are_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_models, "WARM_UP", 0)
-    row = own_models.measure(name, seconds=0.0, machine={"chunk": 2})
+    rates = Rates(1e9, 1e9, "here", "float32")
+    row = own_models.measure(name, seconds=0.0, machine={"chunk": 2}, rates=rates)
     assert (row["model"], row["chunk"], row["pairs"]) == (name, 2, 3)
     assert min(row["loop"], row["equipoise"], row["ratio"]) > 0
-    assert f"| {name} |" in own_models.markdown([row])
+    cells = f"{rounded(row['equipoise'])} | {percent(row['equipoise'] / row['limit'])}"
+    assert f"| {name} | {rounded(row['limit'])} |" in own_models.markdown([row])
+    assert cells in own_models.markdown([row])
 
 
 def test_the_loop_trains_and_averages() -> None:

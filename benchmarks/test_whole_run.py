@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.machine import Rates
 from benchmarks.whole_run import Setting, by_engine, by_loop, compare, in_turn, of_the_way
 from equipoise import Federation, Machine, Training
 from equipoise.models import build
@@ -44,6 +45,14 @@ def test_clients_take_turns() -> None:
 def test_steps_are_counted_client_by_client(setting: Setting) -> None:
     # Batches of 3: 1, 3, 2 and 1 of them, twice over.
     assert [setting.steps(rounds) for rounds in (1, 2, 3)] == [8, 14, 22]
+    assert setting.batches(2) == {3: 8, 1: 6}
+
+
+def test_the_limit_is_counted_batch_by_batch(setting: Setting) -> None:
+    """Two products of 5 x 3 weights: forwards, and for their gradient."""
+    rates = Rates(operations=10.0, bytes=1e9, device="here", precision="float32")
+    samples = 3 * 8 + 1 * 6
+    assert setting.fewest_seconds(2, rates) == pytest.approx(2 * 2 * samples * 15 / 10.0)
 
 
 def test_the_loop_is_federated_averaging(setting: Setting) -> None:
@@ -84,7 +93,8 @@ def test_both_sides_agree_over_a_whole_run(setting: Setting) -> None:
 
 
 def test_the_report_extrapolates_by_steps(setting: Setting) -> None:
-    report = compare(setting, rounds=4, loop_rounds=2)
+    rates = Rates(1e6, 1e6, "here", "float32")
+    report = compare(setting, rounds=4, loop_rounds=2, rates=rates)
     assert report["client_steps"] == 28
     # Rounds 1 and 2 of the loop are 6 and 8 steps.
     assert report["loop_seconds_extrapolated"] == pytest.approx(
@@ -93,6 +103,10 @@ def test_the_report_extrapolates_by_steps(setting: Setting) -> None:
     assert report["ratio"] == pytest.approx(
         report["loop_seconds_extrapolated"] / report["engine_seconds"]
     )
+    for side in ("engine", "loop"):
+        rate = report[f"{side}_steps_per_second"]
+        share = rate / report["limit_steps_per_second"]
+        assert report[f"{side}_share_of_limit"] == pytest.approx(share)
 
 
 def test_pfls_setting_is_a_study() -> None:

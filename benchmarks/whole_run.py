@@ -6,7 +6,8 @@ trained once. Equipoise runs to the end and its first rounds, in which steps are
 The loop runs ``--loop-rounds`` after one that does not count, and is extrapolated; with ten rounds
 of a hundred clients it has done exactly a tenth of the run. A round of each without shuffling and
 without TF32 comes before: ``of the way`` is how far apart their models are, over how far the loop's
-has moved.
+has moved. Beside the seconds of both is the share that the machine's limit is of them
+(``benchmarks.machine``): the fewest seconds in which its measured rates allow all client-steps.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import copy
 import dataclasses
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from benchmarks.machine import Rates, cost_of_step, measured_apart, percent, precision_of
 from equipoise import Evaluation, Federation, Machine, Training
 from equipoise.config import Experiment, experiment_from
 from equipoise.errors import InputError, unknown
@@ -80,12 +83,25 @@ class Setting:
     def cohort(self) -> int:
         return self.training.cohort_size(len(self.federation.seen))
 
+    def batches(self, rounds: int) -> Counter[int]:
+        """Count the client-steps of the first rounds by the number of their samples."""
+        sizes = self.federation.train.sizes[self.federation.seen]
+        chosen = [in_turn(round_, len(sizes), self.cohort) for round_ in range(rounds)]
+        full, rest = np.divmod(sizes[np.concatenate(chosen)], self.training.batch_size)
+        counts = Counter({self.training.batch_size: int(full.sum())})
+        counts.update(rest[rest > 0].tolist())
+        return Counter({size: count * self.training.epochs for size, count in counts.items()})
+
     def steps(self, rounds: int) -> int:
         """Count the client-steps of the first rounds."""
-        sizes = self.federation.train.sizes[self.federation.seen]
-        a_client = -(-sizes // self.training.batch_size) * self.training.epochs
-        chosen = [in_turn(round_, len(sizes), self.cohort) for round_ in range(rounds)]
-        return int(a_client[np.concatenate(chosen)].sum())
+        return self.batches(rounds).total()
+
+    def fewest_seconds(self, rounds: int, rates: Rates) -> float:
+        """Return the seconds that a machine needs at least for the first rounds."""
+        return sum(
+            count * cost_of_step(self.model, self.federation.x[:size]).seconds(rates)
+            for size, count in self.batches(rounds).items()
+        )
 
 
 RoundDone = Callable[[], None]
@@ -193,7 +209,7 @@ class Laps:
         return np.diff(self._ends).tolist()
 
 
-def compare(setting: Setting, *, rounds: int, loop_rounds: int) -> dict[str, Any]:
+def compare(setting: Setting, *, rounds: int, loop_rounds: int, rates: Rates) -> dict[str, Any]:
     """Measure both sides; see the module's own description."""
     agreement = of_the_way(setting)
     allow_tf32(setting.machine.tf32)
@@ -204,24 +220,50 @@ def compare(setting: Setting, *, rounds: int, loop_rounds: int) -> dict[str, Any
     steps = setting.steps(1 + loop_rounds) - setting.steps(1)
     # By steps, not by rounds: unequal clients make rounds of unequal length.
     extrapolated = sum(counted) * setting.steps(rounds) / steps
+    fewest = setting.fewest_seconds(rounds, rates)
     return {
         "device": torch.cuda.get_device_name()
         if setting.machine.torch_device.type == "cuda"
         else "cpu",
         "torch": torch.__version__,
         "machine": dataclasses.asdict(setting.machine),
+        "rates": dataclasses.asdict(rates),
         "rounds": rounds,
         "client_steps": setting.steps(rounds),
+        "limit_seconds": fewest,
+        "limit_steps_per_second": setting.steps(rounds) / fewest,
         "engine_seconds": sum(engine.seconds),
         "engine_first_rounds": engine.seconds[:5],
         "engine_steps_per_second": setting.steps(rounds) / sum(engine.seconds),
+        "engine_share_of_limit": fewest / sum(engine.seconds),
         "loop_rounds": loop_rounds,
         "loop_seconds_measured": sum(counted),
         "loop_seconds_extrapolated": extrapolated,
         "loop_steps_per_second": steps / sum(counted),
+        "loop_share_of_limit": fewest / extrapolated,
         "ratio": extrapolated / sum(engine.seconds),
         "of_the_way": agreement,
     }
+
+
+def in_words(report: dict[str, Any]) -> str:
+    """Write a report in one line.
+
+    Examples
+    --------
+    >>> in_words({"setting": "iid", "rounds": 100, "limit_seconds": 2.0, "ratio": 4.0,
+    ...           "engine_seconds": 10.0, "engine_share_of_limit": 0.2,
+    ...           "loop_seconds_extrapolated": 40.0, "loop_share_of_limit": 0.05})
+    'iid: 100 rounds in 10.0 s (20.0 % of the limit), the loop would take 40.0 s (5.0 %): 4.00
+    times as fast; at the limit they take 2 s'
+    """
+    return (
+        f"{report['setting']}: {report['rounds']} rounds in {report['engine_seconds']:.1f} s "
+        f"({percent(report['engine_share_of_limit'])} of the limit), the loop would take "
+        f"{report['loop_seconds_extrapolated']:.1f} s ({percent(report['loop_share_of_limit'])}): "
+        f"{report['ratio']:.2f} times as fast; at the limit they take "
+        f"{report['limit_seconds']:.3g} s"
+    )
 
 
 def main() -> None:
@@ -258,17 +300,16 @@ def main() -> None:
     experiment = experiment_from(experiment.plain(), str(arguments.study), arguments.changes)
     chunk = int(arguments.chunk) if arguments.chunk.isdecimal() else arguments.chunk
     machine = Machine(device=arguments.device, chunk=chunk, tf32=arguments.tf32)
+    kind, precision = machine.torch_device.type, precision_of(machine)
     measured = compare(
         Setting.of(experiment, machine),
         rounds=arguments.rounds or experiment.training.rounds,
         loop_rounds=arguments.loop_rounds,
+        rates=measured_apart(kind, precision=precision, threads=torch.get_num_threads()),
     )
     report = {"study": str(arguments.study), "setting": chosen, **measured}
     print(json.dumps(report, indent=2))
-    print(
-        f"{chosen}: {report['rounds']} rounds in {report['engine_seconds']:.1f} s, the loop would "
-        f"take {report['loop_seconds_extrapolated']:.1f} s: {report['ratio']:.2f} times as fast"
-    )
+    print(in_words(report))
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
