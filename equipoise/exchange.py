@@ -230,6 +230,10 @@ class Cohort(Protocol):
     sizes, groups : int array
         The number of training samples of each client, and the position of its group among the
         federation's group names. Both are public: clients send them when they register.
+    names : tuple of str
+        The names of the clients, which are public, too; ``"client 12"`` for one without a name.
+    clients : int or None
+        The number of all clients of the federation; ``None`` on Flower, where clients may join.
     prior : Tensor
         The clients' weights before the aggregation changes them, ``[K]``, float64, summing to one.
     key : int
@@ -249,6 +253,14 @@ class Cohort(Protocol):
     key: int
     score: str
     higher_is_better: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the clients, in the order of ``ids``."""
+
+    @property
+    def clients(self) -> int | None:
+        """The number of all clients of the federation, if no more may join."""
 
     @property
     def rounds(self) -> int:

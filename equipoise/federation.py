@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from equipoise.federation_checks import (
 )
 from equipoise.samples import Samples
 from equipoise.splits import SPLITS, Split, offsets_of, split_samples
+
+if TYPE_CHECKING:
+    from equipoise.data.columns import Columns
 
 __all__ = ["SPLITS", "Federation", "Split"]
 
@@ -79,6 +82,9 @@ class Federation:
         The samples of the server, as positions in ``x``: ``val``, ``test`` or both. They are never
         used for training. The server evaluates the global model on them; see
         :class:`~equipoise.run.evaluation.Evaluation`.
+    columns : Columns, optional
+        How ``x`` was made of the columns of a table. Runs store it, so that their models can be
+        used on other rows; see :func:`equipoise.data.columns.read_columns`.
 
     Examples
     --------
@@ -106,6 +112,7 @@ class Federation:
     class_names: tuple[str, ...] | None = None
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
     server: Mapping[str, Ints] = field(default_factory=dict)
+    columns: Columns | None = None
 
     def __post_init__(self) -> None:
         """Check all values."""

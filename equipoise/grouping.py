@@ -99,7 +99,7 @@ class Grouping(Aggregation):
 
     def _by_index(self, everyone: Cohort) -> Labels:
         """Return the clusters of the client index."""
-        points = index_points(str(self.index), everyone.ids, self.compare)
+        points = index_points(str(self.index), everyone, self.compare)
         return cluster_points(
             points, self.clusters, kind=self.clustering, choice=self.choice, key=everyone.key
         )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from equipoise.client_index import ClientIndex, directions
+from equipoise.client_index import ClientIndex, directions, index_for
 from equipoise.errors import InputError
+from equipoise.method import Cohort
 from equipoise.solvers import Floats
 
 
@@ -50,7 +49,7 @@ def index_digest(path: str | None, given: str | None, name: str) -> str | None:
     return found
 
 
-def index_points(path: str, ids: NDArray[np.int64], compare: str = "both") -> Floats:
+def index_points(path: str, everyone: Cohort, compare: str = "both") -> Floats:
     """Return one vector per client: β_f and β_l, each scaled to length 1, or one of them.
 
     Distances of these vectors follow the similarity of clients: with both parts, the squared
@@ -60,7 +59,7 @@ def index_points(path: str, ids: NDArray[np.int64], compare: str = "both") -> Fl
     ----------
     path : str
         The file of the index.
-    ids : int array
+    everyone : Cohort
         The clients.
     compare : {"both", "features", "labels"}
         Which part of the index is used.
@@ -68,9 +67,9 @@ def index_points(path: str, ids: NDArray[np.int64], compare: str = "both") -> Fl
     Returns
     -------
     float array of shape [clients, width]
-        In the order of ``ids``.
+        In the order of ``everyone.ids``.
     """
-    found = ClientIndex.read(path).of(ids)
+    found = index_for(path, everyone)
     points: Floats = torch.cat(
         directions(found.features.double(), found.labels.double(), compare), 1
     ).numpy()

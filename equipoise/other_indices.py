@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.client_index import ClientIndex, make_index
+from equipoise.client_index import ClientIndex, make_index, names_in
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.run.api import Run
@@ -81,7 +83,9 @@ def class_prototypes(federation: Federation, label_vectors: Tensor | None = None
         present > 0, blocks / present.clamp_min(torch.finfo(present.dtype).tiny), 0.0
     )
     made_by = f"class prototypes of {federation.fingerprint()}"
-    return ClientIndex(shares.ids, prototypes.flatten(1), shares.labels @ vectors, made_by)
+    return replace(
+        shares, features=prototypes.flatten(1), labels=shares.labels @ vectors, made_by=made_by
+    )
 
 
 def head_weights(run: Run) -> ClientIndex:
@@ -121,7 +125,15 @@ def head_weights(run: Run) -> ClientIndex:
             "heads"
         )
     weights = torch.cat(heads, 1)
-    return ClientIndex(np.array(local.clients), weights, weights, digest({"heads": weights}))
+    ids, federation = np.array(local.clients), run.trainer.federation
+    return ClientIndex(
+        ids,
+        weights,
+        weights,
+        digest({"heads": weights}),
+        names=names_in(federation, ids),
+        clients=federation.clients,
+    )
 
 
 def _vectors(federation: Federation, label_vectors: Tensor | None) -> Tensor:

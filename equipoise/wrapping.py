@@ -255,6 +255,8 @@ class WithPrior:
     ids: NDArray[np.int64]
     sizes: NDArray[np.int64]
     groups: NDArray[np.int64]
+    names: tuple[str, ...]
+    clients: int | None
     key: int
     rounds: int
     score: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -64,6 +65,12 @@ def play(
         played.cohorts.append(cohort)
         played.updates.append(updates)
     return played
+
+
+def everyone_of(ids, names=None, clients=None, **more):
+    """A cohort that a method can only look at, without names and of a federation that may grow."""
+    names = tuple(f"client {id_}" for id_ in ids) if names is None else tuple(names)
+    return SimpleNamespace(ids=np.array(ids), names=names, clients=clients, **more)
 
 
 def minimised(reports):

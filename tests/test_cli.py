@@ -31,6 +31,7 @@ from equipoise.errors import InputError
 from equipoise.fairness import METRICS
 from equipoise.parity import FIGURES
 from equipoise.study import load_study
+from equipoise.study.numbers import numbers
 from tests import quick
 from tests.data.small_adult import write_adult
 
@@ -173,9 +174,7 @@ def test_the_tables_show_every_metric_and_who_is_left_behind(call):
     for name, metric in METRICS.items():
         value, other = summary["seen"][name], summary["unseen"][name]
         words = " ".join(stdout.split())
-        expected = " ".join(
-            [name, *("–" if v is None else f"{v:.3f}" for v in (value, other)), metric.description]
-        )
+        expected = " ".join([name, *numbers([value, other]), metric.description])
         assert expected in words
     worst = [line for line in stdout.splitlines() if "served worst" in line and "←" in line]
     assert [line.split()[0] for line in worst] == [summary["seen"]["worst_group_name"]]
@@ -674,7 +673,8 @@ def test_the_similarities_of_a_client_index(call):
     few = ("--set", "partition.name=iid", "--set", "partition.clients=5")
     code, _, stderr = call("data", "digits", "--index", "index.safetensors", *few)
     assert code == 2
-    assert "client 5 is not in 'digits', which has 5 clients" in stderr
+    assert "none of its clients ('plain 1', 'plain 2', " in stderr
+    assert "is in 'digits', which has 'client 0', " in stderr
 
 
 def test_histogram_uses_the_full_height():

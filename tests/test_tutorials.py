@@ -72,7 +72,7 @@ def told(*arguments, code):
 def test_the_python_of_the_first_report(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     failed, tried = doctest.testfile(str(FIRST), module_relative=False)
-    assert (failed, tried) == (0, 21)
+    assert (failed, tried) == (0, 35)
 
 
 def test_the_commands_of_the_first_report(folder):

@@ -36,7 +36,7 @@ from equipoise.text import represented
 
 # Options of data that configurations leave out if they have these defaults, so that the
 # configurations of older runs stay the same.
-UNLESS_GIVEN = {"server_val": 0.0, "attributes": None, "scaled": False}
+UNLESS_GIVEN = {"server_val": 0.0, "attributes": None, "scaled": False, "columns": None}
 
 
 _OPTIMIZERS: dict[str, type[Any]] = {"sgd": Sgd, "adam": Adam, "adamw": Adam}

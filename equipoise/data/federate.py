@@ -114,6 +114,7 @@ def federate(
         client_names=assignment.names,
         class_names=source.class_names,
         attributes=source.attributes,
+        columns=source.columns,
         server=server,
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from equipoise import tasks
 from equipoise.attributes import Attribute, attributes_from
+from equipoise.data.columns import Columns
 from equipoise.errors import InputError
 from equipoise.samples import Samples
 
@@ -55,6 +56,8 @@ class Source:
         evaluated on.
     attributes : mapping of str to Attribute or array of shape [N], optional
         Properties of samples by whose values models are evaluated.
+    columns : Columns, optional
+        How the inputs were made of the columns of a table.
 
     Examples
     --------
@@ -77,6 +80,7 @@ class Source:
     official_test: NDArray[np.bool_] | None = None
     test_of: str = "client"
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
+    columns: Columns | None = None
 
     def __post_init__(self) -> None:
         """Check that the fields are consistent."""

@@ -88,6 +88,16 @@ class StackedCohort:
         self.engine.total_was_read = True
         return self.engine.training.rounds
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the clients. Most methods never read them."""
+        return tuple(map(self.engine.view.client_name, self.ids.tolist()))
+
+    @property
+    def clients(self) -> int:
+        """The number of all clients of the federation."""
+        return self.engine.view.clients
+
     def _gather(self, clients: NDArray[np.int64]) -> None:
         self.ids = clients
         train = self.engine.view.train

@@ -13,12 +13,13 @@ from equipoise.engine.model_trial import try_out
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine, Training
 from equipoise.federation import Federation
+from equipoise.models.base import Model
 
 
 def open_data(
     network: Network, federation: Federation, training: Training, machine: Machine
 ) -> DeviceData:
-    """Check the model on a few samples, and load all samples.
+    """Check the model on a few samples, let it check all samples, and load them.
 
     If the model has a stem, samples are encoded with it once, unless they are augmented, a method
     has added a part that changes them first, or ``machine.encode`` is false.
@@ -45,6 +46,9 @@ def open_data(
     if not len(data):
         return data
     try_out(network, *data.fetch(torch.arange(min(3, len(data)))), federation.outputs)
+    for part in network.given.modules():
+        if isinstance(part, Model):
+            part.check_samples(federation.x)
     if not network.encoded:
         return data
 

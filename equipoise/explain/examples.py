@@ -98,6 +98,7 @@ EXAMPLES: dict[str, Any] = {
     "data.groups@table": "region",
     "data.attributes@table": "[sex]",
     "data.ignore": "[patient, admitted]",
+    "data.columns": "runs/fedavg",
     "data.delimiter": "tab",
     "data.classes@cifar": 100,
     "data.classes@imagefolder": "[dog, elephant]",

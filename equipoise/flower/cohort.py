@@ -87,6 +87,15 @@ class FlowerCohort:
         self.engine.total_was_read = True
         return self.engine.rounds
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names with which the clients have registered."""
+        return tuple(map(self.engine.roster.client_name, self.ids.tolist()))
+
+    @property
+    def clients(self) -> None:
+        """Not known: clients may join at any time."""
+
     def _gather(self, clients: NDArray[np.int64]) -> None:
         self.ids = clients
         self.sizes = self.engine.roster.split("train").sizes[clients]

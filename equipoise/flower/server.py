@@ -25,7 +25,7 @@ from equipoise.flower.silo import engine_over, holds_samples, read_experiment
 from equipoise.run.api import Run
 from equipoise.run.callbacks import Callback
 from equipoise.run.directory import CONFIG
-from equipoise.run.left_out import rounds_left_out
+from equipoise.run.left_out import missing_in, missing_words, rounds_left_out
 from equipoise.run.trainer import Progress
 
 log = logging.getLogger("flwr.equipoise")
@@ -215,16 +215,18 @@ def _tell(progress: Progress) -> None:
 
 
 def _tell_results(run: Run, directory: Path | None) -> None:
-    """Log the results of all kinds of models: the mean, and who is left behind."""
+    """Log the results of all kinds of models, who is left behind, and who has no result."""
     for model, parts in run.summary["results"].items():
         for clients, part in parts.items():
             if part.get("mean") is None:
                 continue
+            of = f"{part['clients']} of {part['clients'] + part['left_out']} "
             log.info(
-                "%s of the %s model, %s clients: mean %.4f, worst client %.4f (%s), worst group "
+                "%s of the %s model, %s%s clients: mean %.4f, worst client %.4f (%s), worst group "
                 "%.4f (%s)",
                 run.summary["score"],
                 model,
+                of if part["left_out"] else "",
                 clients,
                 part["mean"],
                 part["worst_client"],
@@ -232,6 +234,8 @@ def _tell_results(run: Run, directory: Path | None) -> None:
                 part["worst_group"],
                 part["worst_group_name"],
             )
+    for clients, entry in missing_in(run.summary).items():
+        log.warning("%s", missing_words(clients, entry))
     for entry in run.summary.get("updates_left_out", {"worst": ()})["worst"]:
         log.warning(
             "updates of client %d (%s) were left out of %s rounds: %s",

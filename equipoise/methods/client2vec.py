@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from equipoise.checks import count, one_of, real
 from equipoise.client import Client
-from equipoise.client_index import COMPARED, ClientIndex, similarity_to
+from equipoise.client_index import COMPARED, ClientIndex, index_for, similarity_to
 from equipoise.errors import InputError, unknown
 from equipoise.masked import label_sums
 from equipoise.method import (
@@ -234,7 +234,7 @@ class Client2Vec(Wrapper):
             said = everyone.ask("mean_index", model=state.model, each=each)
             features, labels = said["features"], said["labels"]
         else:
-            found = ClientIndex.read(self.index).of(everyone.ids)
+            found = index_for(self.index, everyone)
             features, labels = found.features, found.labels
         return {
             "ids": ids,

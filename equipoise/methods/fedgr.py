@@ -99,7 +99,7 @@ class FedGR(Grouping):
         """Cluster all clients by their index, and ask for representations if centres are needed."""
         if self.groups != "index":
             return super().begin(state, everyone)
-        points = torch.from_numpy(index_points(str(self.index), everyone.ids, self.compare))
+        points = torch.from_numpy(index_points(str(self.index), everyone, self.compare))
         return self.grouped(state, points, everyone)
 
     def admit(self, state: State, everyone: Cohort) -> State:

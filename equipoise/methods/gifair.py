@@ -177,7 +177,7 @@ class Gifair(LocalRule, Aggregation):
         """Return the group of each client: its cluster, its group in the data, or itself."""
         if self.index is None:
             return everyone.groups if self.fairness == "group" else everyone.ids
-        points = index_points(self.index, everyone.ids, self.compare)
+        points = index_points(self.index, everyone, self.compare)
         return cluster_points(
             points, self.clusters, kind=self.clustering, choice=self.choice, key=everyone.key
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise.errors import NAME_THE_HEAD, InputError
+from equipoise.samples import Samples
 
 
 class Model(nn.Module):
@@ -97,6 +98,28 @@ class Model(nn.Module):
             x = x if first is None else first(x)
         output: Tensor = self.head(self.features(x))
         return output
+
+    def check_samples(self, x: Tensor | Samples) -> None:
+        """Refuse samples that the model would misread; by default none.
+
+        It is called once before training, with all samples, because a check of values in every step
+        would make a GPU wait.
+
+        Parameters
+        ----------
+        x : Tensor or Samples
+            All samples.
+
+        Raises
+        ------
+        InputError
+            If a sample is not valid.
+
+        Examples
+        --------
+        >>> import torch
+        >>> Model(nn.Flatten(), nn.Linear(4, 3)).check_samples(torch.zeros(5, 2, 2))
+        """
 
     def aligned(self, z: Tensor) -> Tensor:
         """Return the values that methods such as BGP align between two models; by default pooled z.

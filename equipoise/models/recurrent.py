@@ -13,6 +13,7 @@ from equipoise.errors import InputError
 from equipoise.models.base import Model
 from equipoise.models.frozen import transforms
 from equipoise.models.kernel_modules import module_with_triton
+from equipoise.samples import Samples, blocks
 
 _FEWEST_UNITS_ALONE = 32
 
@@ -44,7 +45,8 @@ def charlstm(
     layers : int
         Number of LSTM layers.
     vocabulary : int, optional
-        Number of different characters in samples; the number of classes by default.
+        Number of different characters in samples; the number of classes by default. Samples are
+        whole numbers from 0 to ``vocabulary - 1``; others are refused before training.
 
     Returns
     -------
@@ -67,7 +69,45 @@ def charlstm(
         classes if vocabulary is None else count(vocabulary, "vocabulary of model 'charlstm'")
     )
     recurrent = Lstm(size, width, count(layers, "layers of model 'charlstm'"))
-    return Model(nn.Sequential(Embedding(characters, size), recurrent), nn.Linear(width, classes))
+    features = nn.Sequential(Embedding(characters, size), recurrent)
+    return NextCharacter(features, nn.Linear(width, classes), characters)
+
+
+class NextCharacter(Model):
+    """A model whose samples are characters, as positions in a vocabulary.
+
+    Parameters
+    ----------
+    features, head : nn.Module
+        See :class:`~equipoise.models.base.Model`.
+    vocabulary : int
+        Number of different characters.
+
+    Examples
+    --------
+    >>> charlstm((20,), 80).check_samples(torch.full((5, 20), 79))
+    """
+
+    def __init__(self, features: nn.Module, head: nn.Module, vocabulary: int) -> None:
+        super().__init__(features, head)
+        self.vocabulary = vocabulary
+
+    def check_samples(self, x: Tensor | Samples) -> None:
+        """Refuse samples that are not positions in the vocabulary: their vectors would be zeros."""
+        if x.dtype.is_floating_point:
+            raise InputError(
+                "model 'charlstm' needs samples of whole numbers, the positions of characters in "
+                f"its vocabulary, but x holds {str(x.dtype).removeprefix('torch.')}"
+            )
+        found = [block.aminmax() for _, block in blocks(x)]
+        least, most = int(min(each.min for each in found)), int(max(each.max for each in found))
+        if least < 0 or most >= self.vocabulary:
+            larger = f", or model.vocabulary: {most + 1}" if least >= 0 else ""
+            raise InputError(
+                f"vocabulary of model 'charlstm' is {self.vocabulary} (by default the number of "
+                f"classes), but x holds numbers from {least} to {most}; valid: numbers from 0 to "
+                f"{self.vocabulary - 1}{larger}"
+            )
 
 
 class Embedding(nn.Module):

@@ -28,8 +28,10 @@ from equipoise.report.files import save_figures
 from equipoise.report.headline import at_round
 from equipoise.report.html import Section
 from equipoise.report.page import page
+from equipoise.report.reading import RunRecord
 from equipoise.report.sections import sections_compared, sections_of_run
 from equipoise.run.files import write_atomically
+from equipoise.run.left_out import missing_in
 from equipoise.text import plural
 
 __all__ = ["REPORT", "write_report"]
@@ -118,9 +120,8 @@ def _heading(entries: Sequence[Entry]) -> tuple[str, str]:
     data = ", ".join(dict.fromkeys(str(record.summary["data"]) for record in records))
     if len(entries) == 1:
         (record,) = records
-        clients = len(record.groups)
         about = (
-            f"Seed {record.seed}. {plural(clients, 'evaluated client')} in "
+            f"Seed {record.seed}. {_evaluated(record)} in "
             f"{plural(len(record.group_names), 'group')}"
             f"{f', {len(record.unseen)} of them unseen' if record.unseen else ''}. "
             f"{at_round(record)}"
@@ -132,10 +133,26 @@ def _heading(entries: Sequence[Entry]) -> tuple[str, str]:
     counted = [plural(len(labels), "method"), plural(len(seeds), "seed")]
     if len(settings) > 1:
         counted.insert(1, plural(len(settings), "setting"))
+    scores = dict.fromkeys(record.compared_by for record in records)
+    apart = f" Runs with different scores are compared separately: {', '.join(scores)}."
     return (
         f"{plural(len(labels), 'method')} on {data}",
-        f"{plural(len(records), 'run')}: {', '.join(counted)}.",
+        f"{plural(len(records), 'run')}: {', '.join(counted)}.{apart if len(scores) > 1 else ''}",
     )
+
+
+def _evaluated(record: RunRecord) -> str:
+    """Return how many clients have a result, and of how many if these are not all."""
+    missing = missing_in(record.summary)
+    counts = {
+        part.who: found["clients"] for part, found in record.parts.items() if part.model != "local"
+    }
+    counts |= {who: entry["of"] - entry["clients"] for who, entry in missing.items()}
+    evaluated = sum(counts.values())
+    if not missing:
+        return plural(evaluated, "evaluated client")
+    every = evaluated + sum(entry["clients"] for entry in missing.values())
+    return f"{evaluated:,} of {plural(every, 'client')} evaluated,"
 
 
 def _distinct(sections: Sequence[Section]) -> list[Section]:

@@ -21,6 +21,8 @@ from equipoise.report.html import (
 from equipoise.report.reading import WHO, Part, RunRecord
 from equipoise.report.svg import HUES
 from equipoise.run.few_samples import about_few
+from equipoise.run.left_out import groups_with_fewer, missing_in
+from equipoise.study.numbers import style_of
 from equipoise.text import capital, plural
 
 # With more clients than this, those of each group are drawn side by side.
@@ -63,10 +65,24 @@ def of_run(record: RunRecord) -> Section:
     return Section(
         "clients",
         title,
-        paragraph(" ".join([intro, *filter(None, few)])),
+        paragraph(" ".join([intro, *filter(None, few)])) + without_result(record),
         charts,
         details("Table of all clients", client_table(record, values)),
     )
+
+
+def without_result(record: RunRecord) -> str:
+    """Return the clients without a result as a table; empty without any."""
+    pieces = ""
+    for who, entry in missing_in(record.summary).items():
+        listed = entry["listed"]
+        shown = plural(entry["clients"], f"{who} client")
+        if len(listed) < entry["clients"]:
+            shown = f"{len(listed)} of {shown}"
+        rows = [[one["name"], one["group"] or "–", one["reason"]] for one in listed]
+        header = ["client", "group", "reason"]
+        pieces += table(f"Without a result: {shown}", header, rows, texts=[1, 2])
+    return pieces
 
 
 def strip(
@@ -136,6 +152,7 @@ def client_table(record: RunRecord, values: Mapping[Part, Mapping[int, float]]) 
     header = list(dict.fromkeys(short))
     sizes, counted = sizes_of(record, values), dict.fromkeys(part.data for part in values)
     several, samples = len(record.group_names) > 1, f"{' or '.join(counted)} samples"
+    style = style_of(value for of_part in values.values() for value in of_part.values())
     rows = []
     for client in there:
         mine = {
@@ -144,7 +161,7 @@ def client_table(record: RunRecord, values: Mapping[Part, Mapping[int, float]]) 
             if client in of_part
         }
         whose = "unseen" if client in record.unseen else "seen"
-        cells = [number(mine.get(label)) for label in header]
+        cells = [number(mine.get(label), style) for label in header]
         group = [record.groups[client]] if several else []
         rows.append([record.client_name(client), *group, whose, f"{sizes[client]:,}", *cells])
     return table(
@@ -221,16 +238,19 @@ def group_tables(comparison: Comparison) -> str:
         names = list(dict.fromkeys(name for means in found.values() for name in means))
         if len(names) < 2:
             continue
+        style = style_of(fmean(values) for means in found.values() for values in means.values())
         rows: list[list[str | Cell]] = []
         for label, means in found.items():
             averages = {name: fmean(values) for name, values in means.items()}
             sign = 1 if comparison.first.task.higher_is_better else -1
             worst = min(averages, key=lambda name: sign * averages[name], default=None)
             cells = [
-                Cell(escape(spread(means.get(name, []))), "worst" if name == worst else "")
+                Cell(escape(spread(means.get(name, []), style)), "worst" if name == worst else "")
                 for name in names
             ]
             rows.append([label, *cells, worst or "–"])
-        caption = comparison.title(f"Mean over the clients of each group, {who} clients")
+        runs = (record for records in comparison.runs.values() for record in records)
+        fewer = groups_with_fewer(missing_in(record.summary).get(who) for record in runs)
+        caption = comparison.title(f"Mean over the clients of each group, {who} clients{fewer}")
         pieces += table(caption, ["method", *names, "served worst"], rows, texts=[len(names) + 1])
     return pieces

@@ -1,7 +1,8 @@
-"""Runs to compare: those of one setting, by method."""
+"""Runs to compare: those of one setting and with one score, by method."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,12 +21,13 @@ CRITERIA = ("mean", "worst10", "sigma_clients")
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs of one setting, by method.
+    """The runs of one setting and with one score, by method.
 
     Attributes
     ----------
     setting : str
-        Its label; empty for runs that are not from a study.
+        Its label, and the score if others have another one; empty if there is nothing to tell
+        apart.
     runs : dict
         The runs of each method, one per seed.
     metrics : tuple of str
@@ -169,14 +171,16 @@ def pareto_set(points: Mapping[str, Sequence[float]]) -> list[str]:
 
 
 def comparisons(entries: Iterable[Entry]) -> list[Comparison]:
-    """Return the runs by setting and method."""
-    found: dict[str, dict[str, list[RunRecord]]] = {}
-    metrics: dict[str, tuple[str, ...]] = {}
+    """Return the runs by setting and method. Runs with different scores are compared separately."""
+    found: dict[tuple[str, str], dict[str, list[RunRecord]]] = {}
+    metrics: dict[tuple[str, str], tuple[str, ...]] = {}
     for entry in entries:
-        found.setdefault(entry.setting, {}).setdefault(entry.label, []).append(entry.record)
-        metrics[entry.setting] = entry.metrics
-    # The label of a single setting is not needed.
+        key = entry.setting, entry.record.compared_by
+        found.setdefault(key, {}).setdefault(entry.label, []).append(entry.record)
+        metrics[key] = entry.metrics
+    # The label of a single setting is not needed, and neither is that of a single score.
+    needed = [len(set(of)) > 1 for of in zip(*found, strict=True)]
     return [
-        Comparison(setting if len(found) > 1 else "", runs, metrics[setting])
-        for setting, runs in found.items()
+        Comparison(", ".join(itertools.compress(key, needed)), runs, metrics[key])
+        for key, runs in found.items()
     ]

@@ -103,7 +103,11 @@ def find_entries(
             found, failed = _study(path, trust=trust)
             entries += found
             left_out |= failed
-    return entries + _labelled(single), left_out
+    # Runs with different scores are not compared, so they need not be told apart.
+    alike: dict[str, list[RunRecord]] = {}
+    for record in single:
+        alike.setdefault(record.compared_by, []).append(record)
+    return entries + [entry for own in alike.values() for entry in _labelled(own)], left_out
 
 
 def _study(directory: Path, *, trust: bool) -> tuple[list[Entry], dict[Path, str]]:

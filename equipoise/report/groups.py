@@ -9,16 +9,17 @@ from equipoise.fairness import METRICS
 from equipoise.report.charts import Chart, Series
 from equipoise.report.colours import Palette, group_lines, palette
 from equipoise.report.comparison import Comparison
-from equipoise.report.html import Section, number
+from equipoise.report.html import Section, number, paragraph
 from equipoise.report.progress import over_rounds
 from equipoise.report.reading import Part, RunRecord
+from equipoise.run.left_out import groups_with_fewer, missing_in
 from equipoise.run.records import several_groups
 
 
 def of_run(record: RunRecord) -> Section:
     """Return means of groups and the gaps between them over rounds."""
     title = "Groups over rounds"
-    charts, single = [], True
+    charts, single, body = [], True, ""
     for who in ("seen", "unseen"):
         part = record.leading(who)
         of_part = record.history.get(part, {}) if part else {}
@@ -27,6 +28,8 @@ def of_run(record: RunRecord) -> Section:
         single = False
         colours = palette(record)
         charts += [group_means(record, part, of_part, colours), group_gaps(record, part, of_part)]
+        if fewer := groups_with_fewer([missing_in(record.summary).get(who)]):
+            body += paragraph(f"Means are over the {who} clients with a result{fewer}.")
     if single:
         why = (
             "All evaluated clients are in one group, so there are no gaps."
@@ -34,7 +37,7 @@ def of_run(record: RunRecord) -> Section:
             else "No round was evaluated."
         )
         return Section("groups", title, missing=why)
-    return Section("groups", title, "", charts)
+    return Section("groups", title, body, charts)
 
 
 def group_means(

@@ -8,10 +8,10 @@ from html import escape
 from typing import Any
 
 from equipoise.fairness import METRICS
-from equipoise.report.html import Cell, Section, answered, number, paragraph, table
+from equipoise.report.html import Cell, Section, answered, number, numbers, paragraph, table
 from equipoise.report.reading import Part, RunRecord
 from equipoise.run.few_samples import about_worst
-from equipoise.run.left_out import rounds_left_out
+from equipoise.run.left_out import missing_in, missing_words, rounds_left_out
 from equipoise.run.records import averaged_over, further_metrics, several_groups, telling
 from equipoise.text import capital, plural
 
@@ -49,9 +49,16 @@ def of_run(record: RunRecord) -> Section:
         if part.get(name) is not None
     )
     served = paragraph(f"Worst: {worst(record, lead)}.")
-    body = f'<dl class="tiles">{tiles}</dl>{served}{left_out(record)}'
+    body = f'<dl class="tiles">{tiles}</dl>{served}{missing(record)}{left_out(record)}'
     tables = metrics_table(record) + further_table(record)
     return Section("headline", "Results", body + which(record, lead) + tables)
+
+
+def missing(record: RunRecord) -> str:
+    """Return lines about clients without a result, if there are any."""
+    said = [missing_words(who, entry) for who, entry in missing_in(record.summary).items()]
+    lines = "".join(paragraph(f"{text}.") for text in said)
+    return f'<div class="caution">{lines}</div>' if lines else ""
 
 
 def left_out(record: RunRecord) -> str:
@@ -152,7 +159,7 @@ def metrics_table(record: RunRecord) -> str:
     rows: list[list[str | Cell]] = [
         [
             name,
-            *(number(part.get(name)) for part in parts.values()),
+            *numbers(part.get(name) for part in parts.values()),
             Cell(escape(METRICS[name].description), "long"),
         ]
         for name in telling(METRICS, parts.values())
@@ -171,7 +178,7 @@ def further_table(record: RunRecord) -> str:
         return ""
     cells = []
     for name, better, part, own in rows:
-        numbers = (number(own.get(column)) for column in columns)
-        cells.append([name, better, part.words, *numbers, f"{own['left_out']:,}"])
+        spreads = numbers(own.get(column) for column in columns)
+        cells.append([name, better, part.words, *spreads, f"{own['left_out']:,}"])
     header = ["metric", "better", "of", *columns, "clients without a value"]
     return table("Further metrics of each client", header, cells, texts=[1, 2])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
 from equipoise.report.charts import Chart
 from equipoise.report.svg import figure
+from equipoise.study import numbers as cells
 
 
 @dataclass(frozen=True)
@@ -144,20 +144,29 @@ def answered(score: str, answers: Mapping[str, str]) -> str:
     return f'<h3>Which {escape(score)} is it?</h3><dl class="which">{items}</dl>'
 
 
-def number(value: float | None) -> str:
-    """Format a value of a metric.
+def number(value: float | None, style: str = cells.USUAL) -> str:
+    """Format a value of a metric; see :func:`equipoise.study.numbers.number`.
 
     Examples
     --------
-    >>> number(0.12345), number(None), number(12345.6)
-    ('0.123', '–', '12,346')
+    >>> number(0.12345), number(None), number(12345.6), number(-0.00027)
+    ('0.123', '–', '12,346', '−0.00027')
     """
-    if value is None:
-        return "–"
-    return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}").replace("-", "−")
+    return cells.number(value, style).replace("-", "−")
 
 
-def spread(values: Sequence[float]) -> str:
+def numbers(values: Iterable[float | None]) -> list[str]:
+    """Format values that are shown together.
+
+    Examples
+    --------
+    >>> numbers([0.0031, -0.00027])
+    ['0.0031', '−0.0003']
+    """
+    return [cell.replace("-", "−") for cell in cells.numbers(values)]
+
+
+def spread(values: Sequence[float], style: str = cells.USUAL) -> str:
     """Format mean ± sample standard deviation.
 
     Examples
@@ -165,10 +174,8 @@ def spread(values: Sequence[float]) -> str:
     >>> spread([0.5, 0.7]), spread([0.5]), spread([])
     ('0.600 ± 0.141', '0.500', '–')
     """
-    if not values:
-        return "–"
-    mean = number(statistics.fmean(values))
-    return f"{mean} ± {number(statistics.stdev(values))}" if len(values) > 1 else mean
+    mean, deviation, _ = cells.mean_and_std(values)
+    return "–" if mean is None else cells.with_spread(mean, deviation, style).replace("-", "−")
 
 
 def slug(text: str) -> str:

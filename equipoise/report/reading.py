@@ -18,8 +18,8 @@ from equipoise.imports import import_of_run
 from equipoise.run.checksums import verify
 from equipoise.run.directory import CONFIG, SUMMARY, read_config, read_names
 from equipoise.run.files import Journal
-from equipoise.run.left_out import updates_left_out
-from equipoise.run.records import MODELS, Row, average_rows, summarize_rows, task_of
+from equipoise.run.left_out import updates_left_out, without_result
+from equipoise.run.records import MODELS, Row, average_rows, name_in, summarize_rows, task_of
 from equipoise.run.round_rows import seconds_of
 from equipoise.task import Task
 
@@ -141,6 +141,14 @@ class RunRecord:
         """The main metric, such as ``accuracy``."""
         return self.task.score
 
+    @property
+    def compared_by(self) -> str:
+        """The score, and of which loss it is if it is a loss. Only runs with the same compare."""
+        if self.score != "loss":
+            return self.score
+        given = self.config.get("training", {}).get("loss") or self.task.name
+        return f"loss ({given['name'] if isinstance(given, Mapping) else given})"
+
     @cached_property
     def parts(self) -> dict[Part, dict[str, Any]]:
         """Results by part, on test data, or on validation data if clients have no test data."""
@@ -178,7 +186,7 @@ class RunRecord:
 
     def client_name(self, client: int) -> str:
         """Return the name of a client."""
-        return _client_name(self.names, client)
+        return name_in(self.names, client)
 
     @property
     def group_names(self) -> list[str]:
@@ -189,10 +197,6 @@ class RunRecord:
     def seconds(self) -> float | None:
         """Seconds of all rounds, including evaluation; None if they are not recorded."""
         return seconds_of(self.timings) if self.timings else None
-
-
-def _client_name(names: Sequence[str] | None, client: int) -> str:
-    return names[client] if names and client < len(names) else f"client {client}"
 
 
 def is_run(directory: Path) -> bool:
@@ -255,6 +259,8 @@ def read_run(run: str | Path, *, trust: bool = False) -> RunRecord:
         if "updates_left_out" not in summary:
             # The run is unfinished or of an earlier release, or no update was left out.
             summary |= made.updates_left_out(clients, names)
+        if "without_result" not in summary:
+            summary |= made.without_result(names)
         timings = list(Journal(directory / "timings.jsonl").complete())
     except InputError:
         raise
@@ -353,6 +359,7 @@ class _Journals:
         self.clusters: dict[int, int] = {}
         self.groups: dict[int, str] = {}
         self.unseen: set[int] = set()
+        self._evaluated_on: dict[str, set[int]] = {"test": set(), "val": set()}
         self.rounds: list[Row] = []
         self._taken_part: Counter[int] = Counter()
         self._unlisted: list[int] = []
@@ -363,6 +370,8 @@ class _Journals:
             self._note_summaries(number, rows)
             self.groups |= {row["client"]: row["group"] for row in rows}
             self.unseen |= {row["client"] for row in rows if row["unseen"]}
+            for row in rows:
+                self._evaluated_on[row["split"]].add(row["client"])
             losses = self._note_losses(number, rows)
             if number in weights:
                 self.weighed.append(Weighed(number, weights.pop(number), losses))
@@ -439,12 +448,13 @@ class _Journals:
 
     def sampled(self, clients: int) -> dict[int, int] | None:
         """Return how often each client that trains took part."""
-        trained = {client for client in self.groups if client not in self.unseen}
         # A cohort of all clients is not recorded. Earlier releases recorded cohorts only with
         # notes.
         if not self.rounds or any(size != clients - len(self.unseen) for size in self._unlisted):
             return None
         always = len(self._unlisted)
+        # If everyone took part, these are all clients, with or without a result.
+        trained = {*(range(clients) if always else self.groups)} - self.unseen
         return {
             client: always + self._taken_part.get(client, 0)
             for client in sorted(trained | {*self._taken_part})
@@ -455,8 +465,37 @@ class _Journals:
         if not any("left_out" in row for row in self.rounds):
             return {}
         journal = Journal(self._directory / "rounds.jsonl")
-        seen, name_of = clients - len(self.unseen), partial(_client_name, names)
+        seen, name_of = clients - len(self.unseen), partial(name_in, names)
         return {"updates_left_out": updates_left_out(journal.complete, seen, name_of)}
+
+    def without_result(self, names: Sequence[str] | None) -> dict[str, Any]:
+        """Return the entry of a summary on clients without a result; empty without any.
+
+        The journals do not say what a client without any row is.
+        """
+        rounds = set(self._tail) or {row["round"] for row in self.rows}
+        reasons = {
+            int(client): why
+            for row in self.rounds
+            if row["round"] in rounds
+            for client, why in row.get("not_evaluated", {}).items()
+        }
+        # On Flower, a number without a client has no other name than its number.
+        unknown = {
+            client: "no row in metrics.jsonl"
+            for client, name in enumerate(names or ())
+            if client not in self.groups and name != f"client {client}"
+        }
+        absent = unknown | reasons
+        found = without_result(
+            self.rows,
+            {"seen": sorted({*self.groups, *absent} - self.unseen), "unseen": sorted(self.unseen)},
+            self._evaluated_on,
+            absent,
+            group_of=lambda client: self.groups.get(client, ""),
+            name_of=partial(name_in, names),
+        )
+        return {"without_result": found} if found else {}
 
     def so_far(self) -> dict[str, Any]:
         """Return the results of the last evaluated round of an unfinished run."""

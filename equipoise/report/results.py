@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+from statistics import fmean
 
 from equipoise.fairness import GROUP_METRICS, METRICS
 from equipoise.report.charts import Chart, Series
@@ -19,7 +20,9 @@ from equipoise.report.html import (
     spread,
     table,
 )
+from equipoise.run.left_out import missing_in, missing_in_runs
 from equipoise.study.intervals import CONFIDENCE, RESAMPLES
+from equipoise.study.numbers import style_of
 from equipoise.study.reading import OWN_COLUMNS
 from equipoise.study.significance import LEAST_SEEDS, LEVEL, TEST, WORSE, Ranking, rank_methods
 from equipoise.text import capital, plural
@@ -189,9 +192,16 @@ def ranked_columns(
         header.append(f"{metric}\N{NO-BREAK SPACE}{'↑' if high else '↓'}")
         found = {label: by_seed(label, metric) for label in comparison.runs}
         ranking = rank_methods(found, higher_is_better=high)
+        style = _style(found.values())
         for label, values in found.items():
-            cells[label].append(_ranked(escape(spread(list(values.values()))), ranking, label))
+            text = escape(spread(list(values.values()), style))
+            cells[label].append(_ranked(text, ranking, label))
     return header, cells
+
+
+def _style(found: Iterable[Mapping[int, float]]) -> str:
+    """Return the format of the numbers in a column, given the values of all methods by seed."""
+    return style_of(fmean(values.values()) for values in found if values)
 
 
 def _ranked(text: str, ranking: Ranking, label: str) -> Cell:
@@ -205,12 +215,17 @@ def _ranked(text: str, ranking: Ranking, label: str) -> Cell:
 def interval_table(comparison: Comparison, who: str, metrics: Sequence[str]) -> str:
     """Return bootstrap intervals over clients, collapsed; empty if there are too few clients."""
     rows, some = [], False
+    styles = {
+        metric: _style(comparison.by_seed(label, who, metric) for label in comparison.runs)
+        for metric in metrics
+    }
     for label, records in comparison.runs.items():
         cells = []
-        for metric in metrics:
+        for metric, style in styles.items():
             found = comparison.interval(records, who, metric)
             some = some or found is not None
-            cells.append(f"{number(found[0])} to {number(found[1])}" if found else "–")
+            ends = (number(end, style) for end in found or ())
+            cells.append(" to ".join(ends) or "–")
         rows.append([label, *cells])
     if not some:
         return ""
@@ -260,12 +275,8 @@ def trade_offs(comparison: Comparison, who: str, best: Sequence[str]) -> list[Ch
 def cautions(comparison: Comparison) -> str:
     """Return warnings about runs whose numbers are not comparable."""
     records = [record for runs in comparison.runs.values() for record in runs]
-    said = []
-    if len({record.score for record in records}) > 1:
-        said.append(
-            "Runs have different scores: "
-            f"{', '.join(sorted({record.score for record in records}))}."
-        )
+    missing = [missing_in(record.summary) for record in records]
+    said = [f"{capital(text)}." for text in missing_in_runs(missing)]
     prints: dict[int, set[str]] = {}
     for record in records:
         prints.setdefault(record.seed, set()).add(str(record.config["resolved"].get("fingerprint")))

@@ -38,6 +38,7 @@ from equipoise.run.directory import (
     PERSONAL,
     SUMMARY,
     config_bytes,
+    files_of,
     read_config,
     read_names,
     refuse_a_run_in,
@@ -334,7 +335,8 @@ def train(
         told, follower = follow(work)
         return Followed(told["summary"], told["config"], None, follower)
     warm = start_from(start)
-    begun = warm.tensors(module) if warm else {}
+    begun = warm.tensors(module, federation) if warm else {}
+    attached = {**(attached or {}), **files_of(federation)}
     config = {
         "method": methods.describe(made),
         "data": dict(data) if data else {"name": federation.name},
@@ -353,7 +355,7 @@ def train(
         waiting = processes > 1 and started_by_torchrun()
         team = until_done.enter_context(joined(work)) if waiting else None
         config, finished, longer = open_run(
-            directory, config, federation, machine, module, begun, resume, attached or {}, processes
+            directory, config, federation, machine, module, begun, resume, attached, processes
         )
         if longer and directory:
             refuse_to_lengthen(
@@ -388,7 +390,7 @@ def train(
         if directory and (finished or (longer and (directory / SUMMARY).exists())):
             verify(directory)
         if longer and directory:
-            write_longer_config(directory, config_bytes(config), attached or {})
+            write_longer_config(directory, config_bytes(config), attached)
         if resume:
             trainer.restore_checkpoint(finished=finished)
         if longer:
@@ -407,10 +409,13 @@ def train(
                     until_done.enter_context(sole_writer(directory))
                     # Another run may have used the directory in the meantime.
                     refuse_a_run_in(directory)
-                write_first_files(directory, config_bytes(config), attached or {})
+                write_first_files(directory, config_bytes(config), attached)
         if finished and directory:
             run = Run(read_json(directory / SUMMARY), config, directory, trainer)
         else:
+            if directory:
+                # Reports on the unfinished run have names, too.
+                _write_names(directory, federation)
             shown = json.loads(json.dumps(config, default=repr))
             listeners = Listeners(callbacks, shown, directory)
             try:
@@ -446,10 +451,8 @@ def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) 
             selected.shared,
             {"round": selected.round, "whole": trainer.has_global},
         )
-        if names := trainer.federation.client_names:
-            write_atomically(
-                directory / NAMES, json.dumps(names, ensure_ascii=False, indent=0).encode() + b"\n"
-            )
+        # On Flower, clients may have registered during the run.
+        _write_names(directory, trainer.federation)
         if selected.own:
             save_tensors(
                 directory / PERSONAL,
@@ -469,11 +472,27 @@ def _finished(trainer: Trainer, config: dict[str, Any], directory: Path | None) 
             there = {
                 name: digest for name, digest in journals.items() if (directory / name).exists()
             }
-            named = {NAMES: sha256((directory / NAMES).read_bytes())} if names else {}
-            write_sums(directory, {**sums, **there, **named, SUMMARY: sha256(content)})
+            write_sums(directory, {**sums, **there, SUMMARY: sha256(content)})
         # The summary is written last: a run with a summary is complete.
         write_atomically(directory / SUMMARY, content)
     return Run(summary, config, directory, trainer)
+
+
+def _write_names(directory: Path, federation: Federation) -> None:
+    """Write the names of clients, if they have names, and the checksum of the file."""
+    if not federation.client_names:
+        return
+    path = directory / NAMES
+    content = json.dumps(federation.client_names, ensure_ascii=False, indent=0).encode() + b"\n"
+    # A run that an older version started has no checksums, and gets none.
+    if (sums := read_sums(directory)) is not None:
+        before = {}
+        if path.exists():
+            if NAMES in sums:
+                verify(directory, NAMES)
+            before = {NAMES: sha256(path.read_bytes())}
+        write_sums(directory, {**sums, NAMES: sha256(content)}, before)
+    write_atomically(path, content)
 
 
 def load(

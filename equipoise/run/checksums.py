@@ -2,10 +2,10 @@
 
 Files of tensors contain their own checksums (:func:`equipoise.run.files.save_tensors`).
 ``SHA256SUMS`` is written before the files that it lists. When a run begins, it lists the
-configuration and the code that the run imports, and when the run ends, also the journals and the
-summary. Until then the checkpoint contains the checksums of the journals. Runs of older versions
-have no such file and cannot be checked. ``sha256sum -c SHA256SUMS`` checks a finished run without
-Equipoise.
+configuration, the code that the run imports and the names of clients, and when the run ends, also
+the journals and the summary. Until then the checkpoint contains the checksums of the journals. Runs
+of older versions have no such file and cannot be checked. ``sha256sum -c SHA256SUMS`` checks a
+finished run without Equipoise.
 
 A file that is about to be replaced has two lines, one for its old and one for its new content, so
 that the directory is valid before and after.

@@ -9,8 +9,10 @@ from typing import Any
 
 import yaml
 
+from equipoise.data.columns import COLUMNS, Columns, read_columns
 from equipoise.documents import read_json, yaml_from
 from equipoise.errors import InputError, RunError
+from equipoise.federation import Federation
 from equipoise.run.checksums import SUMS, read_sums, sha256, verify, write_sums
 from equipoise.run.files import write_atomically
 
@@ -32,6 +34,28 @@ def write_first_files(directory: Path, config: bytes, attached: Mapping[str, byt
     write_atomically(directory / CONFIG, config)
 
 
+def files_of(federation: Federation) -> dict[str, bytes]:
+    """Return the files about its data that a run keeps, by name: how inputs are made of columns."""
+    columns = _columns_of(federation)
+    return {} if columns is None else {COLUMNS: columns.content()}
+
+
+def other_columns(directory: Path, federation: Federation, **compared: bool) -> str | None:
+    """Return the first difference between the columns of a run and of a federation, or ``None``.
+
+    Only one of them may have columns: runs of older versions and on Flower do not store them.
+    """
+    columns = _columns_of(federation)
+    if columns is None or not (directory / COLUMNS).exists():
+        return None
+    return read_columns(directory).difference(columns, **compared)
+
+
+def _columns_of(federation: Federation) -> Columns | None:
+    # On Flower the federation is a roster, which has no data.
+    return getattr(federation, "columns", None)
+
+
 def write_longer_config(directory: Path, config: bytes, attached: Mapping[str, bytes]) -> None:
     """Write the configuration of a longer run.
 
@@ -39,7 +63,9 @@ def write_longer_config(directory: Path, config: bytes, attached: Mapping[str, b
     checksum is damaged. So both configurations have a checksum until the old one is replaced.
     """
     (directory / SUMMARY).unlink(missing_ok=True)
-    sums = {name: sha256(content) for name, content in {**attached, CONFIG: config}.items()}
+    # Runs of older versions may lack a copy.
+    kept = {name: file for name, file in attached.items() if (directory / name).exists()}
+    sums = {name: sha256(content) for name, content in {**kept, CONFIG: config}.items()}
     has_sums = read_sums(directory) is not None
     if has_sums:
         write_sums(directory, sums, {CONFIG: sha256((directory / CONFIG).read_bytes())})
@@ -52,7 +78,8 @@ def read_names(directory: Path) -> list[str] | None:
     """Read the names of a run's clients by number; ``None`` if they have no names."""
     if not (directory / NAMES).exists():
         return None
-    if (directory / SUMMARY).exists():
+    # Unfinished runs of older versions have no checksum of their names.
+    if (directory / SUMMARY).exists() or NAMES in (read_sums(directory) or ()):
         verify(directory, NAMES)
     names = read_json(directory / NAMES)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from equipoise.client_index import ClientIndex
+from equipoise.client_index import ClientIndex, names_in
 from equipoise.engine.contract import ClientsLost, Engine
 from equipoise.errors import InputError
 from equipoise.federation import Federation
@@ -52,4 +52,12 @@ def make_index(
             cohort = cohort.without(lost.ids)
     features, labels = (found[name].float().cpu() for name in ("features", "labels"))
     made_by = digest({**model, f"frozen {engine.network.frozen_digest}": torch.empty(0)})
-    return ClientIndex(cohort.ids, features, labels, made_by, rule.index_epsilon())
+    return ClientIndex(
+        cohort.ids,
+        features,
+        labels,
+        made_by,
+        rule.index_epsilon(),
+        names_in(federation, cohort.ids),
+        federation.clients,
+    )

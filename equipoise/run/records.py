@@ -17,6 +17,20 @@ Row = dict[str, Any]
 K = TypeVar("K")
 MODELS = ("global", "personal", "local")
 _FURTHER = ("mean", "mean_groups", "sigma_clients", "worst10", "worst_group")
+# What summaries of evaluation.metrics do not have, because it describes losses and not the metric.
+_OF_LOSSES = ("loss", "gap_variance", "gap_pair_sum")
+NO_SAMPLES = "no samples"
+
+
+def name_in(names: Sequence[str] | None, client: int) -> str:
+    """Return the name of a client, given those of all clients by number, if they have names.
+
+    Examples
+    --------
+    >>> name_in(["north", "south"], 1), name_in(None, 1)
+    ('south', 'client 1')
+    """
+    return names[client] if names and client < len(names) else f"client {client}"
 
 
 def last_rounds(rows: Iterable[Row], count: int) -> dict[int, list[Row]]:
@@ -126,6 +140,7 @@ def summarize_rows(
     split: str = "test",
     metrics: Sequence[Metric] = (),
     federation: Federation | None = None,
+    absent: Mapping[int, str] | None = None,
 ) -> dict[str, Any]:
     """Summarise the rows of one round for each model, and for seen and unseen clients.
 
@@ -142,6 +157,9 @@ def summarize_rows(
     federation : Federation, optional
         The federation. Clients without samples in the split have no row. With the federation they
         are counted in ``left_out``, and their groups are in ``groups``.
+    absent : mapping, optional
+        Why clients did not answer when models were evaluated. Those without a row are counted like
+        clients without samples.
 
     Returns
     -------
@@ -151,8 +169,9 @@ def summarize_rows(
         :data:`equipoise.fairness.METRICS` for the score, ``groups`` (the mean score of every group,
         ``None`` if none of its clients has samples), ``loss`` (the mean loss over clients), and the
         names of the worst client and group. ``metrics`` has the same for each of ``metrics``, and
-        in ``left_out_clients`` the reason for each client without a value. For data with
-        attributes, ``attributes`` is the result of :func:`equipoise.parity.pooled`.
+        in ``left_out_clients`` the reason for each client without a value, by its number. If no
+        client has a value, everything else is ``None``. For data with attributes, ``attributes`` is
+        the result of :func:`equipoise.parity.pooled`.
     """
     rows = list(rows)
     gaps = {row["client"]: row["gap"] for row in rows if "gap" in row}
@@ -165,7 +184,7 @@ def summarize_rows(
         for who, unseen in (("seen", False), ("unseen", True)):
             if chosen := of.get((model, unseen)):
                 own_gaps = gaps if model == "global" and not unseen else {}
-                without = _without_samples(rows, federation, model, split, unseen)
+                without = _without_row(rows, federation, absent or {}, model, split, unseen)
                 higher, names = task.higher_is_better, _group_names(chosen, without)
                 part = _summary(chosen, task.score, names, higher_is_better=higher, gaps=own_gaps)
                 part["left_out"] += len(without)
@@ -312,47 +331,58 @@ def _average_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _without_samples(
-    rows: list[Row], federation: Federation | None, model: str, split: str, unseen: bool
-) -> dict[int, str]:
-    """Return the groups of clients without samples in the split.
+def _without_row(
+    rows: list[Row],
+    federation: Federation | None,
+    absent: Mapping[int, str],
+    model: str,
+    split: str,
+    unseen: bool,
+) -> dict[int, tuple[str, str]]:
+    """Return the groups of clients that have no samples or did not answer, and which it was.
 
     For local models, only clients that took part are considered.
     """
     if federation is None:
         return {}
-    clients = np.flatnonzero(
-        (federation.unseen == unseen) & (federation.split(split).sizes == 0)
-    ).tolist()
-    if model == "local":
-        trained = {row["client"] for row in rows if row["model"] == model}
-        clients = [client for client in clients if client in trained]
-    return {client: federation.group_names[federation.groups[client]] for client in clients}
+    members = np.flatnonzero(federation.unseen) if unseen else federation.seen
+    empty = members[federation.split(split).sizes[members] == 0].tolist()
+    found = dict.fromkeys(empty, NO_SAMPLES)
+    if model == "local" or absent:
+        there = {row["client"] for row in rows if row["model"] == model}
+        if model == "local":
+            found = {client: why for client, why in found.items() if client in there}
+        else:
+            of_these = (client for client in absent if federation.unseen[client] == unseen)
+            found |= {client: absent[client] for client in of_these if client not in there}
+    names, groups = federation.group_names, federation.groups
+    return {client: (names[groups[client]], why) for client, why in sorted(found.items())}
 
 
-def _metric_summary(rows: list[Row], metric: Metric, without: Mapping[int, str]) -> dict[str, Any]:
-    """Summarise a metric over the clients that have a value, and name the others."""
+def _metric_summary(
+    rows: list[Row], metric: Metric, without: Mapping[int, tuple[str, str]]
+) -> dict[str, Any]:
+    """Summarise a metric over the clients that have a value, with the reasons of the others."""
     name = metric.name
     left_out = {
         str(row["client"]): row.get("left_out", {}).get(name, "undefined")
         for row in rows
         if name not in row
     }
-    left_out |= {str(client): "no samples" for client in without}
+    left_out |= {str(client): why for client, (_, why) in without.items()}
     having = [row for row in rows if name in row]
     names = _group_names(rows, without)
-    part: dict[str, Any] = {"clients": 0}
-    if having:
-        part = _summary(having, name, names, higher_is_better=metric.higher_is_better)
-        # These describe losses and not the metric.
-        for other in ("loss", "gap_variance", "gap_pair_sum"):
-            del part[other]
+    part = _summary(having, name, names, higher_is_better=metric.higher_is_better)
+    for other in _OF_LOSSES:
+        del part[other]
     return {**part, "left_out": len(left_out), "left_out_clients": left_out}
 
 
-def _group_names(rows: list[Row], without: Mapping[int, str]) -> tuple[str, ...]:
-    """Return the groups of rows, and those of clients without samples."""
-    return tuple(dict.fromkeys([*(row["group"] for row in rows), *without.values()]))
+def _group_names(rows: list[Row], without: Mapping[int, tuple[str, str]]) -> tuple[str, ...]:
+    """Return the groups of rows, and those of clients without a row."""
+    return tuple(
+        dict.fromkeys([*(row["group"] for row in rows), *(group for group, _ in without.values())])
+    )
 
 
 def _summary(
@@ -364,6 +394,10 @@ def _summary(
     gaps: Mapping[int, float] | None = None,
 ) -> dict[str, Any]:
     """Summarise a column of rows, which all have a value; ``names`` are the groups."""
+    if not rows:
+        named = ("worst_client_id", "worst_group_name", "best_group_name", "loss")
+        nothing = dict.fromkeys([*fairness.METRICS, *named])
+        return {**nothing, "clients": 0, "groups": dict.fromkeys(names)}
     # A dictionary, because every client may be its own group.
     position_of = {name: position for position, name in enumerate(names)}
     groups = np.array([position_of[row["group"]] for row in rows])

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 import equipoise
+from equipoise.data.columns import COLUMNS
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.slots import frozen_digest, is_frozen_digest
 from equipoise.errors import InputError, RunError
@@ -22,7 +23,14 @@ from equipoise.method import Method
 from equipoise.run.checkpoint import CHECKPOINT, read_note, refuse_another_version
 from equipoise.run.checkpoint_note import IF_LONGER
 from equipoise.run.checksums import sha256, verify
-from equipoise.run.directory import CONFIG, SUMMARY, left_over, read_config, refuse_a_run_in
+from equipoise.run.directory import (
+    CONFIG,
+    SUMMARY,
+    left_over,
+    other_columns,
+    read_config,
+    refuse_a_run_in,
+)
 from equipoise.run.plain import first_difference
 from equipoise.run.processes import threads_of_each
 from equipoise.tree import Tree, digest
@@ -105,6 +113,10 @@ def open_run(
                 "directory"
             )
         _check_code(directory, attached)
+        if difference := other_columns(directory, federation):
+            raise InputError(
+                f"{directory} holds another experiment: {difference}; choose another directory"
+            )
         finished = (directory / SUMMARY).exists()
         if finished and not (directory / CHECKPOINT).exists():
             raise RunError(
@@ -164,8 +176,8 @@ def _check_code(directory: Path, attached: Mapping[str, bytes]) -> None:
     """Refuse to resume a run with other code than that with which it started."""
     for name, content in attached.items():
         path = directory / name
-        if not path.exists():
-            # Runs of older versions may lack a copy.
+        if not path.exists() or name == COLUMNS:
+            # Runs of older versions may lack a copy. Columns are no code, and are compared apart.
             continue
         verify(directory, name)
         if path.read_bytes() != content:

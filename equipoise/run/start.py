@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from torch import nn
 
 from equipoise.engine.slots import frozen_digest, is_frozen_digest, slots_of
 from equipoise.errors import InputError, unknown
-from equipoise.run.directory import GLOBAL, read_config
-from equipoise.tree import Parts, Tree, select
+from equipoise.federation import Federation
+from equipoise.run.directory import GLOBAL, other_columns, read_config
+from equipoise.tree import Parts, Tree, in_parts, select
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +40,15 @@ class Start:
     path: str
     parts: Parts = "all"
 
-    def tensors(self, module: nn.Module) -> Tree:
+    def tensors(self, module: nn.Module, federation: Federation) -> Tree:
         """Read the parameters and buffers for a module.
 
         Parameters
         ----------
         module : nn.Module
             The model that is trained, with all parts that the method adds.
+        federation : Federation
+            The data. If they are a table, its columns must be those of the other run.
 
         Returns
         -------
@@ -66,6 +69,7 @@ class Start:
                     "start: {path: ..., parts: head}"
                 )
         names = select(trained, self.parts)
+        self._check_columns(federation, trained, names)
         if self.parts == "all" and (strays := [name for name in found if name not in slots]):
             raise InputError(
                 f"start: {self.path} has {strays[0]}, which the model does not have; "
@@ -81,6 +85,23 @@ class Start:
                     "name the parts to load, such as start: {path: ..., parts: features}"
                 )
         return {name: found[name].to(trained[name].dtype) for name in names}
+
+    def _check_columns(
+        self, federation: Federation, trained: Iterable[str], names: Sequence[str]
+    ) -> None:
+        """Refuse other inputs if what reads them is loaded, and other classes for the head."""
+        body = [name for name in trained if not in_parts(name, "head")]
+        compared = {
+            # In a linear model the head reads the inputs.
+            "inputs": not body or not set(body).isdisjoint(names),
+            "target": self.parts == "all" or any(in_parts(name, "head") for name in names),
+        }
+        if difference := other_columns(Path(self.path), federation, **compared):
+            raise InputError(
+                f"start: the run in {self.path} was trained on other columns: {difference}; valid: "
+                f"the same columns, or data.columns: {self.path}, which makes inputs and classes "
+                "as that run did"
+            )
 
     def _read(self, module: nn.Module) -> Tree:
         path = Path(self.path)

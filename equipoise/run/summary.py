@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from equipoise.metrics import Metric
-from equipoise.run.left_out import updates_left_out
+from equipoise.run.left_out import updates_left_out, without_result
 from equipoise.run.records import Row, average_rows, average_summaries, last_rounds, summarize_rows
 from equipoise.run.round_rows import counted
 
@@ -23,19 +27,23 @@ def summary_of(trainer: Trainer) -> dict[str, Any]:
         lambda: trainer.rounds, len(federation.seen), federation.client_name
     )
     of_server = {row["split"]: row for row in trainer.server if row["round"] == number}
-    results = _summarized(trainer, [row for row in trainer.metrics if row["round"] == number])
+    rows = [row for row in trainer.metrics if row["round"] == number]
+    absent = _absent(trainer, rows, {number})
+    results = _summarized(trainer, rows, absent)
     tail = {}
     if trainer.evaluation.last is not None:
         rounds = last_rounds(trainer.metrics, trainer.evaluation.last)
-        each = [_summarized(trainer, rows) for rows in rounds.values()]
+        # Means over rounds have no counts of clients, so it does not matter who was absent.
+        each = [_summarized(trainer, own, {}) for own in rounds.values()]
         tail = {
             "rounds": list(rounds),
             "selected": results,
             "each": {key: average_summaries([summary[key] for summary in each]) for key in results},
         }
-        results = _summarized(
-            trainer, average_rows(row for rows in rounds.values() for row in rows)
-        )
+        rows = average_rows(row for own in rounds.values() for row in own)
+        absent = _absent(trainer, rows, rounds)
+        results = _summarized(trainer, rows, absent)
+    missing = _without_result(trainer, rows, absent)
     return {
         "method": trainer.method.name,
         "data": federation.name,
@@ -57,17 +65,57 @@ def summary_of(trainer: Trainer) -> dict[str, Any]:
             else {}
         ),
         **({"updates_left_out": left_out} if left_out else {}),
+        **({"without_result": missing} if missing else {}),
         **counted(trainer.bytes),
     }
 
 
-def _summarized(trainer: Trainer, rows: list[Row]) -> dict[str, Any]:
-    """Summarise rows on test and on validation data."""
-    task, metrics = trainer.engine.network.task, trainer.evaluator.metrics
-    found = {
-        key: summarize_rows(rows, task, split=split, metrics=metrics, federation=trainer.federation)
-        for key, split in (("results", "test"), ("validation", "val"))
+def _absent(trainer: Trainer, rows: list[Row], rounds: Collection[int]) -> dict[int, str]:
+    """Return why clients without rows did not answer in some rounds, the last time."""
+    there = {row["client"] for row in rows if row["model"] != "local"}
+    if len(there) == trainer.federation.clients:
+        return {}
+    if not trainer.state.round:
+        # A run without rounds has no row in rounds.jsonl.
+        return dict(trainer.engine.absent)
+    reasons = {
+        int(client): why
+        for row in trainer.rounds
+        if row["round"] in rounds
+        for client, why in row.get("not_evaluated", {}).items()
     }
+    return {client: why for client, why in reasons.items() if client not in there}
+
+
+def _without_result(trainer: Trainer, rows: list[Row], absent: Mapping[int, str]) -> dict[str, Any]:
+    """Return the clients without a result, given the rows behind the results."""
+    federation, groups = trainer.federation, trainer.federation.groups
+    having = {
+        split: set(np.flatnonzero(federation.split(split).sizes).tolist())
+        for split in ("test", "val")
+    }
+    unseen = np.flatnonzero(federation.unseen)
+    return without_result(
+        rows,
+        {"seen": federation.seen.tolist(), "unseen": unseen.tolist()},
+        having,
+        absent,
+        group_of=lambda client: federation.group_names[groups[client]],
+        name_of=federation.client_name,
+    )
+
+
+def _summarized(trainer: Trainer, rows: list[Row], absent: Mapping[int, str]) -> dict[str, Any]:
+    """Summarise rows on test and on validation data."""
+    summarized = partial(
+        summarize_rows,
+        rows,
+        trainer.engine.network.task,
+        metrics=trainer.evaluator.metrics,
+        federation=trainer.federation,
+        absent=absent,
+    )
+    found = {"results": summarized(split="test"), "validation": summarized(split="val")}
     for part in (
         part for by_model in found.values() for who in by_model.values() for part in who.values()
     ):
@@ -79,9 +127,8 @@ def _summarized(trainer: Trainer, rows: list[Row]) -> dict[str, Any]:
         for measured in (part, *part.get("metrics", {}).values(), *by_attribute):
             if "worst_client_id" in measured:
                 # Readers without the data do not know the numbers of clients.
-                measured["worst_client_name"] = trainer.federation.client_name(
-                    measured["worst_client_id"]
-                )
+                worst, name_of = measured["worst_client_id"], trainer.federation.client_name
+                measured["worst_client_name"] = None if worst is None else name_of(worst)
     return found
 
 

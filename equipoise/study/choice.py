@@ -97,12 +97,14 @@ class Choice:
 def tuning_directory(out: Path) -> Path:
     """Return the directory of the runs of tuning, given that of a study's runs.
 
+    A directory whose name says that it is for tuning is returned as it is.
+
     Examples
     --------
-    >>> tuning_directory(Path("runs/digits")).name
-    'digits-tuning'
+    >>> tuning_directory(Path("runs/digits")).name, tuning_directory(Path("digits-tuning")).name
+    ('digits-tuning', 'digits-tuning')
     """
-    return out.with_name(f"{out.name}-tuning")
+    return out if out.name.endswith("-tuning") else out.with_name(f"{out.name}-tuning")
 
 
 def write_choices(directory: Path, choices: Choices) -> None:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from equipoise.config import SECTIONS, Override
 from equipoise.errors import InputError
 from equipoise.study.checks import INSTEAD, checked_label
 from equipoise.study.choice import Choices
 from equipoise.study.runs import flat
+
+if TYPE_CHECKING:
+    from equipoise.study.plan import Job
 
 Tried = dict[str, dict[str, dict[str, Any]]]
 
@@ -208,3 +211,36 @@ def used_choices(chosen: Choices, methods: Mapping[str, StudyMethod], where: str
                 )
             used.setdefault(setting, {})[label] = choice
     return used
+
+
+def unused_grids(jobs: Iterable[Job], methods: Mapping[str, StudyMethod]) -> tuple[str, ...]:
+    """Say which methods run without values that were chosen from their grids, and with which."""
+    settings: dict[str, None] = {}
+    found: dict[str, dict[str, None]] = {}
+    for (setting, label), job in {(job.setting, job.method): job for job in jobs}.items():
+        settings[setting] = None
+        variants = methods[label].variants
+        if variants and job.tried_as is None:
+            plain = job.experiment.plain()
+            values = {key: _value_at(_key_of(key), plain) for key in next(iter(variants.values()))}
+            used = variant_label(label, values).removeprefix(f"{label} ")
+            said = f"the grid of {label} is not used: its runs have {used}; tune it with --tune"
+            found.setdefault(said, {})[setting] = None
+    return tuple(
+        said if of == settings else f"{', '.join(of)}: {said}" for said, of in found.items()
+    )
+
+
+def _value_at(key: str, plain: Any) -> Any:
+    """Return the value of a dotted key; ``default`` for a part of a method that is not given.
+
+    Examples
+    --------
+    >>> _value_at("method.lam", {"method": {"lam": 1.0}}), _value_at("method.guard", {"method": {}})
+    (1.0, 'default')
+    """
+    for part in key.split("."):
+        if not isinstance(plain, Mapping) or part not in plain:
+            return "default"
+        plain = plain[part]
+    return plain

@@ -164,17 +164,20 @@ def _part(summary: Mapping[str, Any], metric: str, model: str) -> Mapping[str, A
     return part.get("metrics", {}).get(own, {}) if own else part
 
 
-def left_out(summary: Mapping[str, Any], metric: str) -> int:
-    """Return the number of clients without a value of a metric; 0 for the task's score.
+def left_out(summary: Mapping[str, Any], metric: str) -> dict[str, str]:
+    """Return the numbers of clients without a value of a metric, and why they have none.
+
+    There are none for the task's score, and for means over rounds of metrics in each round.
 
     Examples
     --------
-    >>> results = {"global": {"seen": {"metrics": {"auroc": {"mean": 0.7, "left_out": 2}}}}}
+    >>> auroc = {"mean": 0.7, "left_out_clients": {"3": "undefined"}}
+    >>> results = {"global": {"seen": {"metrics": {"auroc": auroc}}}}
     >>> left_out({"results": results}, "auroc"), left_out({"results": results}, "mean")
-    (2, 0)
+    ({'3': 'undefined'}, {})
     """
     model = model_of(summary, metric) if metric not in TOTALS and own_of(metric)[0] else None
-    return int(_part(summary, metric, model).get("left_out", 0)) if model else 0
+    return dict(_part(summary, metric, model).get("left_out_clients", {})) if model else {}
 
 
 def _results(summary: Mapping[str, Any], metric: str) -> Mapping[str, Any]:

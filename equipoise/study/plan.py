@@ -145,7 +145,8 @@ class Study:
     settings that each leave out one group, by the label of their setting. ``baseline`` is the
     method with which the others are compared pair by pair, if any. ``chosen`` has the values that
     tuning has chosen and the study uses. ``metrics_by_default`` is whether the metrics are those
-    that are shown if none are named.
+    that are shown if none are named. ``warnings`` say what the results do not show, such as a grid
+    that is not used.
 
     Examples
     --------
@@ -170,6 +171,7 @@ class Study:
     baseline: str | None = None
     chosen: Choices = field(default_factory=dict)
     metrics_by_default: bool = False
+    warnings: tuple[str, ...] = ()
 
     @property
     def others(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from equipoise.study.jobs import Experiments
 from equipoise.study.methods import (
     methods_from,
     methods_to_tune,
+    unused_grids,
     used_choices,
 )
 from equipoise.study.metrics import check_metric
@@ -298,6 +299,7 @@ def study_from(
             if label in settings_of.values()
         },
         metrics_by_default=columns is None,
+        warnings=() if tune else unused_grids(jobs, made),
     )
 
 

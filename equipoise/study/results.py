@@ -5,13 +5,17 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from equipoise.errors import RunError
 from equipoise.fairness import GROUP_METRICS
-from equipoise.run.records import Row, several_groups, task_of
+from equipoise.run.directory import read_names
+from equipoise.run.left_out import groups_with_fewer, in_runs, missing_in, missing_in_runs
+from equipoise.run.records import Row, name_in, several_groups, task_of
 from equipoise.study import tables
 from equipoise.study.choice import Choices
 from equipoise.study.intervals import CONFIDENCE, RESAMPLES, Interval, interval
@@ -25,7 +29,7 @@ from equipoise.study.metrics import (
     should_be_high,
     value_of,
 )
-from equipoise.study.numbers import Difference, mean_and_std, number
+from equipoise.study.numbers import USUAL, Difference, mean_and_std, number, style_of, with_spread
 from equipoise.study.runs import counted_rows
 from equipoise.study.selection import Selected, select_by_rules, selection_table
 from equipoise.study.significance import (
@@ -186,9 +190,7 @@ class Results:
     def _intervals(self) -> dict[tuple[str, str, str], Interval]:
         found = {}
         for setting in self.study.settings if self._counted else ():
-            metrics = dict.fromkeys(
-                [*self.study.metrics, *(f"groups.{group}" for group in self.groups(setting))]
-            )
+            metrics = self.metrics_of(setting)
             for method in self.study.methods:
                 runs = [
                     (summary, self._counted[job.path])
@@ -211,8 +213,12 @@ class Results:
         }
         if not any(own for row in found.values() for own in row):
             return {}
+        styles = [self._style(setting, metric) for metric in self.columns]
         return {
-            method: [f"[{number(own[0])}, {number(own[1])}]" if own else "–" for own in row]
+            method: [
+                f"[{number(own[0], style)}, {number(own[1], style)}]" if own else "–"
+                for own, style in zip(row, styles, strict=True)
+            ]
             for method, row in found.items()
         }
 
@@ -226,6 +232,10 @@ class Results:
             others = {other: self.values(setting, other, metric) for other in self.study.others}
             p = against(self.values(setting, baseline, metric), others).get(method)
         return Difference.of([ours[which] - theirs[which] for which in ours if which in theirs], p)
+
+    def difference_cell(self, setting: str, method: str, metric: str) -> str:
+        """Return the difference from the baseline as text."""
+        return self.difference(setting, method, metric).in_style(self._style(setting, metric))
 
     @property
     def compared(self) -> tuple[str, ...]:
@@ -256,12 +266,28 @@ class Results:
             )
             lost = any(path in self.failures for path in own)
             return "failed" if lost else "–"
-        text = number(mean) if spread is None else f"{number(mean)} ± {number(spread)}"
+        text = with_spread(mean, spread, self._style(setting, metric))
         return (
             text
             if count == len(self.study.seeds)
             else f"{text} ({count} of {len(self.study.seeds)})"
         )
+
+    def _style(self, setting: str, metric: str) -> str:
+        """Return the format of the numbers in the column of a metric."""
+        return self._styles.get((setting, metric), USUAL)
+
+    @cached_property
+    def _styles(self) -> dict[tuple[str, str], str]:
+        found = {}
+        for setting in self.tables:
+            for metric in self.metrics_of(setting):
+                of_methods = (
+                    mean_and_std(self.values(setting, method, metric).values())[0]
+                    for method in self.study.methods
+                )
+                found[setting, metric] = style_of(of_methods)
+        return found
 
     def models(self, setting: str, metrics: Iterable[str]) -> dict[str, str]:
         """Return the model of each method's metrics without a model in their names.
@@ -300,6 +326,17 @@ class Results:
                 for model in self.summaries[job.path]["results"].values():
                     names |= dict.fromkeys(model.get("seen", {}).get("groups", ()))
         return list(names)
+
+    def metrics_of(self, setting: str) -> list[str]:
+        """List the metrics of the study and the means of groups."""
+        of_groups = (f"groups.{group}" for group in self.groups(setting))
+        return list(dict.fromkeys([*self.study.metrics, *of_groups]))
+
+    def about_groups(self, setting: str) -> str:
+        """Return the title of a table of groups."""
+        runs = (run for method in self.study.methods for _, run in self._runs(setting, method))
+        fewer = groups_with_fewer(missing_in(run).get("seen") for run in runs)
+        return f"mean over the clients of each group{fewer}"
 
     def worst_group(self, setting: str, method: str) -> str | None:
         """Return the worst group of a method, on average over seeds."""
@@ -370,12 +407,12 @@ class Results:
             if all(value_of(run, metric) is None for run in summaries)
         ]
         found = [f"no run has a value of {', '.join(empty)}"] if empty and summaries else []
-        for metric in self.study.metrics:
-            if most := max((left_out(run, metric) for run in summaries), default=0):
-                found.append(
-                    f"{metric}: up to {most} client{'s' * (most > 1)} of a run have no value and "
-                    "are left out; left_out_clients in summary.json names them"
-                )
+        shown = {"seen", *(apart(metric)[1] for metric in self.study.metrics)}
+        missing = [
+            {who: entry for who, entry in missing_in(run).items() if who in shown}
+            for run in summaries
+        ]
+        found += [*self.study.warnings, *missing_in_runs(missing), *self._without_value]
         slowed = [what for run in summaries for what in run.get("slowed_by", ())]
         for what, runs in Counter(slowed).items():
             found.append(f"{plural(runs, 'run')} slower than possible: {what}")
@@ -391,6 +428,34 @@ class Results:
                     f"{setting}: nothing chosen for {method}, because none of its runs has a value "
                     f"of {by}"
                 )
+        return found
+
+    @property
+    def _without_value(self) -> list[str]:
+        """Say for which of ``evaluation.metrics`` clients have no value, and why."""
+        metrics: dict[str, list[str]] = {}
+        for metric in self.study.metrics:
+            named = Counter(
+                (name_in(self._names.get(path), int(client)), why)
+                for path, run in self.summaries.items()
+                for client, why in left_out(run, metric).items()
+            )
+            if named:
+                metrics.setdefault(in_runs(named, len(self.summaries)), []).append(metric)
+        return [
+            f"{', '.join(of)}: clients without a value are left out: {listed}"
+            for listed, of in metrics.items()
+        ]
+
+    @cached_property
+    def _names(self) -> dict[Path, list[str] | None]:
+        """The names of the clients of each run, if its directory has them."""
+        found: dict[Path, list[str] | None] = {}
+        if self.directory is not None:
+            for path in self.summaries:
+                # Without the names, clients have their numbers.
+                with suppress(RunError):
+                    found[path] = read_names(self.directory / path)
         return found
 
     def plain(self) -> dict[str, Any]:

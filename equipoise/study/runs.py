@@ -136,6 +136,8 @@ def _on_split(summary: dict[str, Any], split: str) -> dict[str, Any]:
         for name, own in tail.items()
     }
     validated = {**summary, "results": summary["validation"], "tested": summary["results"]}
+    if missing := summary.get("without_result"):
+        validated["without_result"] = {**missing, "results": missing.get("validation", {})}
     if moved:
         validated["tail"] = moved
     if held := summary.get("server"):

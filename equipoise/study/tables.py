@@ -102,7 +102,7 @@ def as_markdown(results: Results) -> str:
         rows = [
             [
                 method,
-                *(results.difference(setting, method, metric).cell for metric in results.columns),
+                *(results.difference_cell(setting, method, metric) for metric in results.columns),
             ]
             for method in results.study.others
         ]
@@ -163,7 +163,7 @@ def _tables(
     metrics, groups = list(results.columns), results.groups(setting)
     tables = {f"{results.data(setting)}: {results.caption}": (list(map(named, metrics)), metrics)}
     if len(groups) > 1:
-        tables[f"{setting}: mean over the clients of each group"] = (
+        tables[f"{setting}: {results.about_groups(setting)}"] = (
             groups,
             [f"groups.{group}" for group in groups],
         )
@@ -184,10 +184,9 @@ def _rows(
     results: Results,
 ) -> Iterator[tuple[str, str, str | None, str, Statistics, _Compared, dict[int, float]]]:
     for setting in results.tables:
-        metrics = dict.fromkeys(
-            [*results.study.metrics, *(f"groups.{group}" for group in results.groups(setting))]
-        )
-        rankings = {metric: results.ranking(setting, metric) for metric in metrics}
+        rankings = {
+            metric: results.ranking(setting, metric) for metric in results.metrics_of(setting)
+        }
         for method in results.study.methods:
             for metric, ranking in rankings.items():
                 seeds = results.values(setting, method, metric)

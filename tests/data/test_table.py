@@ -102,8 +102,8 @@ def test_order_of_classes(written, cells, names, labels):
 
 
 def test_constant_and_tiny_columns(written):
-    # The standard deviation of ten times 0.1 is not exactly 0.
-    for cells in (["0.1"] * 10, ["1e-200", "2e-200"], ["", "7"]):
+    # The standard deviation of three times 0.1 is not exactly 0.
+    for cells in (["0.1"] * 3, ["0.1"] * 10, ["1e-200", "2e-200"], ["", "7"]):
         assert not table(file=written(column(cells)), y="y").x.any()
 
 
@@ -306,6 +306,41 @@ def test_numbers_that_are_read_as_text_are_warned_of(written):
     assert table(file=written(column(["1", "2", "3+", "1_0"])), y="y").x.shape == (4, 4)
 
 
+@pytest.mark.parametrize("count", [2, 45, 101])
+@pytest.mark.parametrize("option", ["x", "y"])
+def test_decimal_commas_are_refused(written, count, option):
+    """Also if each of them could be a value of a text column."""
+    cells = ["37", *(f"{20 + number},5" for number in range(count))]
+    rows = [f"{cell};{row % 2}" for row, cell in enumerate(cells)]
+    file = written("\n".join(["temperature;ill", *rows]))
+    names = {"x": ["temperature"], "y": "ill"} if option == "x" else {"y": "temperature"}
+    where = "data.file" if option == "x" else "data.y"
+    with pytest.raises(InputError) as caught:
+        table(file=file, delimiter=";", **names)
+    assert str(caught.value) == (
+        f"column 'temperature' of {file} ({where}) has decimal commas: '20,5' in line 3; valid: "
+        "decimal points (20.5), or texts that do not look like numbers"
+    )
+
+
+def test_decimal_commas_of_a_regression_are_refused(written):
+    file = written('a,y\n1,"-1.234,5"\n2,3\n')
+    with pytest.raises(InputError, match=r"\(data.y\) has decimal commas: .* points \(-1234.5\)"):
+        table(file=file, y="y", task="regression")
+
+
+def test_decimal_commas_beside_a_few_texts_are_refused(written):
+    cells = ["low", *(f'"{number},5"' for number in range(10))]
+    with pytest.raises(InputError, match=r"decimal commas: '0,5' in line 3"):
+        table(file=written(column(cells)), y="y")
+
+
+def test_texts_with_commas_are_texts(written):
+    for cells in (['"1,2"', '"1,2,3"', '"2,3"'], ['"1,"', '"a,5"'], ['"1,5"', "none", "2"]):
+        assert table(file=written(column(cells)), y="y").x.shape[1] == len(cells)
+    assert "a1,5" in table(file=written(column(['"a1,5"', "b"])), y="y").columns.names[0]
+
+
 def people(rows=240):
     """Return a table in which only women's diagnosis depends on the blood value."""
     draws = np.random.default_rng(0)
@@ -352,3 +387,57 @@ def test_the_command_line_shows_a_table(written, tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["data", "table", *options, "--json"])
     assert result.exit_code == 0
     assert json.loads(result.stdout)["clients"][0]["name"] == "A"
+
+
+def test_the_command_line_shows_the_columns(written, tmp_path, monkeypatch):
+    odd = SMALL.replace("region", "region,code,\x1b[2Jempty").replace("th,", "th,7,NA,")
+    written(odd)
+    monkeypatch.chdir(tmp_path)
+    given = ["file=patients.csv", "y=diagnosis", "clients=hospital", "groups=region"]
+    given += ["attributes=[sex]", "x=[age, ward, sex]", "partition.name=natural"]
+    given += ["partition.min_samples=1"]
+    options = [word for setting in given for word in ("--set", setting)]
+    result = CliRunner().invoke(app, ["data", "table", *options, "--json"])
+    assert result.exit_code == 0, result.output
+    columns = {column.pop("name"): column for column in json.loads(result.stdout)["columns"]}
+    assert [*columns] == odd.splitlines()[0].split(",")
+    assert columns["age"] == {
+        "role": "input",
+        "kind": "number",
+        "missing": 1,
+        "different": 3,
+        "range": [30, 50],
+        "values": [],
+    }
+    assert columns["ward"] == {
+        "role": "input",
+        "kind": "text",
+        "missing": 1,
+        "different": 3,
+        "range": None,
+        "values": ["Emergency", "medicine", "surgery"],
+    }
+    roles = {name: column["role"] for name, column in columns.items()}
+    assert roles == {
+        "hospital": "client",
+        "region": "group",
+        "code": "ignored",
+        "\x1b[2Jempty": "ignored",
+        "sex": "attribute, input",
+        "age": "input",
+        "pressure": "ignored",
+        "ward": "input",
+        "diagnosis": "target",
+    }
+    assert columns["\x1b[2Jempty"]["kind"] == "empty"
+    shown = CliRunner().invoke(app, ["data", "table", *options]).output
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "age input number 3 1 30 to 50" in lines
+    assert "ward input text 3 1 'Emergency', 'medicine', 'surgery'" in lines
+    assert "code ignored number 1 0 7 to 7" in lines
+    assert r"\x1b[2Jempty ignored empty 0 4" in lines
+
+
+def test_only_tables_have_columns():
+    document = CliRunner().invoke(app, ["data", "digits", "--json"]).stdout
+    assert json.loads(document)["columns"] is None

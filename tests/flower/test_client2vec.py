@@ -64,6 +64,19 @@ def test_clusters_of_an_index_are_the_same(method, asked, folder):
     assert set(next(iter(run.trainer.rounds))["notes"]["clusters"]) == {0, 1}
 
 
+def test_clients_are_found_by_the_names_with_which_they_register(folder):
+    """The index is of other numbers, in another order, and of a client that has left."""
+    names = ("client-3", "left", "client-1", "client-0", "client-2")
+    features = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.1, 1.0], [0.0, 1.0], [1.0, 0.1]])
+    index = ClientIndex(np.arange(5) + 7, features, torch.ones(5, 2), names=names)
+    index.write(folder / "named.safetensors")
+    about = {"index": str(folder / "named.safetensors"), "clusters": 2, "choice": "fixed"}
+    training = TRAINING | {"cohort": 4}
+    path = write_experiment(folder, method={"name": "gifair", **about}, training=training)
+    _, run, _ = compare(path, folder)
+    assert next(iter(run.trainer.rounds))["notes"]["clusters"] == [0, 0, 1, 1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("host", sorted(set(with_clients()) - {"local", "client2vec"}))
 @pytest.mark.parametrize("uses", [*((use,) for use in USES), USES], ids="+".join)

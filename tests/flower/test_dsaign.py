@@ -62,6 +62,7 @@ def test_a_stage_is_the_same(strategy, folder, tmp_path):
         for place in ("here", "there")
     )
     assert here.ids.tolist() == there.ids.tolist() == [0, 1, 2, 3]
+    assert here.names == there.names == tuple(f"client-{number}" for number in range(4))
     torch.testing.assert_close(here.features, there.features, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(here.labels, there.labels, rtol=1e-6, atol=1e-6)
 

@@ -25,6 +25,7 @@ from equipoise.flower.schema import Schema
 from equipoise.flower.server import serve
 from equipoise.flower.settings import FlowerSettings
 from equipoise.flower.wire import from_record, settings_of, to_record
+from equipoise.report import write_report
 from equipoise.run.files import load_tensors
 from equipoise.tree import size_in_bytes
 from tests.flower.loop import (
@@ -38,6 +39,7 @@ from tests.flower.loop import (
     write_experiment,
     write_silos,
 )
+from tests.report.pages import Page
 from tests.run.small import promised
 
 
@@ -320,6 +322,43 @@ def test_who_is_not_evaluated_is_named_and_has_no_row(folder):
     ]
     assert {row["client"] for row in run.trainer.metrics if row["round"] == 1} == {0, 1, 2, 3}
     assert {row["client"] for row in run.trainer.metrics if row["round"] == 2} == {1, 2, 3}
+
+
+def test_who_has_no_result_is_in_the_summary_and_ends_the_log(folder, tmp_path, caplog):
+    path = write_experiment(folder, training={"rounds": 2}, evaluation={"metrics": ["auroc"]})
+    caplog.set_level("INFO")
+    gone = misbehaving(0, "evaluate.models", 2, error)
+    run, _ = run_on_loop(path, own_nodes(folder), tmp_path / "run", tamper=gone)
+    name = run.trainer.federation.client_name(0)
+    for parts in (run.summary["results"], run.summary["validation"]):
+        part = parts["global"]["seen"]
+        assert (part["clients"], part["left_out"]) == (3, 1)
+        assert "out of memory" in part["metrics"]["auroc"]["left_out_clients"]["0"]
+    (entry,) = run.summary["without_result"]["results"]["seen"]["listed"]
+    assert (entry["client"], entry["name"]) == (0, name)
+    assert entry["reason"] == "<class 'MemoryError'>:<'out of memory'>"
+    assert any("3 of 4 seen clients: mean" in said for said in caplog.messages)
+    said = f"1 of 4 seen clients has no result: {name} ({entry['reason']})"
+    assert said in caplog.messages
+    assert f"{said}." in Page(write_report([tmp_path / "run"]).read_text()).text
+
+
+def test_a_client_that_was_evaluated_in_one_of_the_last_rounds_has_a_result(folder):
+    path = write_experiment(folder, training={"rounds": 2}, evaluation={"last": 2})
+    once, _ = run_on_loop(
+        path, own_nodes(folder), tamper=misbehaving(0, "evaluate.models", 2, error)
+    )
+    assert "without_result" not in once.summary
+    assert once.summary["results"]["global"]["seen"]["left_out"] == 0
+    assert once.summary["tail"]["selected"]["results"]["global"]["seen"]["left_out"] == 1
+
+    def never(node, message, reply):
+        kind = message.metadata.message_type
+        wrong = (number_of(node), kind) == (0, "evaluate.models")
+        return error(message, reply) if wrong else reply
+
+    gone, _ = run_on_loop(path, own_nodes(folder), tamper=never)
+    assert gone.summary["without_result"]["results"]["seen"]["clients"] == 1
 
 
 class Growing(LoopGrid):

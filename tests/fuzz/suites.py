@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from equipoise import Federation, load
 from equipoise.config import Override, experiment_from, read_yaml
 from equipoise.data.cifar import cifar
+from equipoise.data.columns import Columns, Number, Target, Text, read_columns
 from equipoise.data.files import read_idx
 from equipoise.data.leaf import read_leaf
 from equipoise.data.silos import silos
@@ -217,7 +218,8 @@ def _zip_of_anything(draw: Draw) -> bytes:
 
 def data_files(draw: Draw, folder: Path) -> None:
     """Damaged files of data."""
-    kind = draw(st.sampled_from(["npz", "zip", "about", "pickle", "idx", "gzip", "leaf", "csv"]))
+    kinds = ["npz", "zip", "about", "pickle", "idx", "gzip", "leaf", "csv", "columns"]
+    kind = draw(st.sampled_from(kinds))
     path = folder / "file"
     if kind in ("npz", "zip", "about"):
         silo = folder / "silos" / "c1"
@@ -242,6 +244,15 @@ def data_files(draw: Draw, folder: Path) -> None:
     elif kind == "csv":
         path.write_bytes(damaged(draw, b"age,ward,y\n30,a,yes\n,b,no\n1e5,?,no\n"))
         table(file=str(path), y="y", clients=draw(st.sampled_from([None, "ward"])))
+    elif kind == "columns":
+        learned = Columns(
+            (Number("age", 30.0, 5.0), Text("ward", ("a", "b"))),
+            Target("y", "classification", ("no", "yes")),
+        )
+        content = learned.content()
+        plain = json.dumps(spoiled(draw, json.loads(content)), default=str).encode()
+        path.write_bytes(draw(st.sampled_from([plain, damaged(draw, content)])))
+        read_columns(path).inputs([{"age": draw(ODD), "ward": draw(ODD)}])
     else:
         content = idx_bytes(np.zeros((2, 2, 2), np.uint8))
         path.write_bytes(damaged(draw, gzip.compress(content) if kind == "gzip" else content))

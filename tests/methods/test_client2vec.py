@@ -48,7 +48,7 @@ from tests.methods.plain_rounds import (
     smooth_model,
     steps,
 )
-from tests.rounds import play, scalar, targets, weight
+from tests.rounds import everyone_of, play, scalar, targets, weight
 from tests.run.small import Stop, promised, small_run, stop_after
 
 
@@ -88,7 +88,7 @@ def candidates(key, sizes=(3, 1, 4, 1)):
 
 
 def begun(method, sizes=(3, 1, 4, 1)):
-    everyone = SimpleNamespace(ids=np.arange(len(sizes)), sizes=np.array(sizes))
+    everyone = everyone_of(range(len(sizes)), sizes=np.array(sizes))
     return method.sampler.begin(State(0, {}), everyone)
 
 
@@ -553,13 +553,10 @@ def test_noise_is_for_an_index_that_is_asked_for(path):
 
 def test_clients_that_join_get_their_index(path):
     method = build("client2vec", uses=["sampling", "aggregation"], index=path)
-    two = method.sampler.begin(
-        State(0, {}), SimpleNamespace(ids=np.array([0, 2]), sizes=np.array([3, 4]))
-    )
+    two = method.sampler.begin(State(0, {}), everyone_of([0, 2], sizes=np.array([3, 4])))
     state = after(method, two, [2])
-    joined = method.sampler.admit(
-        state, SimpleNamespace(ids=np.arange(4), sizes=np.array([3, 1, 4, 1]))
-    )
+    everyone = everyone_of(range(4), sizes=np.array([3, 1, 4, 1]))
+    joined = method.sampler.admit(state, everyone)
     kept = joined.server["client2vec"]
     assert kept["last"].tolist() == [0, 0, 1, 0]
     torch.testing.assert_close(kept["features"], random_index().features.double())

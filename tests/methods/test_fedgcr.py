@@ -34,7 +34,7 @@ from tests.engine.comparison import distance
 from tests.engine.federations import images
 from tests.engine.small_models import transformer
 from tests.methods.plain_fedgcr import rounds_by_hand
-from tests.rounds import play
+from tests.rounds import everyone_of, play
 
 SIZES = [4, 2, 6, 3, 3]
 COHORTS = [[0, 1, 2, 3], [0, 2, 4], [0, 1, 2, 3, 4]]
@@ -686,8 +686,7 @@ def test_an_index_changes_nothing_between_stacked_and_one_by_one(make, index):
 def test_fedgr_weighs_by_clusters_of_the_index_with_any_model(index):
     """No client is asked; the second round has β = 0.5."""
     method = FedGR(groups="index", index=index, clusters=2, delta=1.0)
-    everyone = SimpleNamespace(ids=np.arange(5), key=3)
-    state = method.begin(State(0, {"w": torch.zeros(4).double()}), everyone)
+    state = method.begin(State(0, {"w": torch.zeros(4).double()}), everyone_of(range(5), key=3))
     cohort = SimpleNamespace(ids=np.array([0, 1, 2, 3]), prior=PRIOR)
     updates = Updates({"w": torch.eye(4).double()}, {}, {}, {"loss_before": LOSSES})
     state = method.combine(replace(state, round=1), updates, cohort)
@@ -699,8 +698,8 @@ def test_fedgr_weighs_by_clusters_of_the_index_with_any_model(index):
 
 def test_clients_that_join_are_clustered_by_their_index(index):
     method = FedGR(groups="index", index=index, clusters=2)
-    state = method.begin(State(0, {}), SimpleNamespace(ids=np.array([0, 2, 3]), key=3))
-    joined = method.admit(state, SimpleNamespace(ids=np.arange(5), key=3))
+    state = method.begin(State(0, {}), everyone_of([0, 2, 3], key=3))
+    joined = method.admit(state, everyone_of(range(5), key=3))
     assert joined.server["clients"]["share"].argmax(1).tolist() == [0, 0, 1, 1, 0]
 
 

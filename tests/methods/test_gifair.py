@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise, permutations
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ from tests import quick
 from tests.engine.comparison import distance
 from tests.engine.federations import THREE_COHORTS, images
 from tests.engine.small_models import WITHOUT_GRADIENT, batchnorm, mlp
-from tests.rounds import linear, play, random_regression, scalar, weight
+from tests.rounds import everyone_of, linear, play, random_regression, scalar, weight
 
 NEVER = Evaluation(every=0)
 
@@ -48,8 +47,8 @@ def grouped(values, groups, samples=None):
 def factors_of(losses, sizes, groups, **options):
     """The step factors of all clients, given all losses before round 1."""
     sizes, groups = np.asarray(sizes), np.asarray(groups)
-    everyone = SimpleNamespace(
-        ids=np.arange(len(sizes)),
+    everyone = everyone_of(
+        range(len(sizes)),
         sizes=sizes,
         groups=groups,
         key=0,
@@ -293,6 +292,7 @@ def in_groups(federation, groups):
         unseen=federation.unseen,
         task=federation.task,
         classes=federation.classes,
+        client_names=federation.client_names,
     )
 
 

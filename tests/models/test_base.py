@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 
+from equipoise import Federation, train
 from equipoise.errors import InputError
 from equipoise.models.base import Model, pooled, width_of
 
@@ -60,3 +62,31 @@ def test_vectors_are_aligned_as_they_are_and_maps_by_their_means() -> None:
     torch.testing.assert_close(model.aligned(images), images.mean((2, 3)))
     torch.testing.assert_close(model.aligned(sequences), sequences.mean(2))
     assert pooled(torch.rand(5, generator=draws)).shape == (5, 1)
+
+
+class Listening(Model):
+    """A model that refuses samples above 1, and keeps the samples of each check."""
+
+    checked: ClassVar[list[torch.Tensor]] = []
+
+    def check_samples(self, x: torch.Tensor) -> None:
+        self.checked.append(x)
+        if bool((x > 1).any()):
+            raise InputError("too large")
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_model_checks_all_samples_once_before_training(
+    inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Listening, "checked", [])
+    model: nn.Module = Listening(nn.Flatten(), nn.Linear(2, 2))
+    if inside:
+        model = nn.Sequential(model, nn.Linear(2, 2))
+    x = torch.rand(30, 2)
+    federation = Federation.from_arrays(x, torch.arange(30) % 2, clients=[0, 1, 2] * 10)
+    train(federation, model=model, rounds=3)
+    assert [torch.equal(samples, x) for samples in Listening.checked] == [True]
+    x[29, 1] = 1.5
+    with pytest.raises(InputError, match="^too large$"):
+        train(federation, model=model, rounds=3)

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
+from equipoise import train
+from equipoise.data.cache import MappedArray
 from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.methods import build as build_method
@@ -201,6 +203,68 @@ def test_the_engine_trains_text_stacked_and_one_by_one_as_a_plain_loop_does():
         found = play(build_method("fedavg"), federation, model, [range(4)], **settings).model
         for name, p in wanted.items():
             torch.testing.assert_close(found[name], p, rtol=1e-9, atol=1e-12)
+
+
+FLOATS = (
+    "model 'charlstm' needs samples of whole numbers, the positions of characters in its "
+    "vocabulary, but x holds float32"
+)
+OUTSIDE = "vocabulary of model 'charlstm' is 3 (by default the number of classes), but x holds "
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (0.5, FLOATS),
+        (1.0, FLOATS),
+        (29, OUTSIDE + "numbers from 0 to 29; valid: numbers from 0 to 2, or model.vocabulary: 30"),
+        (3, OUTSIDE + "numbers from 0 to 3; valid: numbers from 0 to 2, or model.vocabulary: 4"),
+        (-1, OUTSIDE + "numbers from -1 to 2; valid: numbers from 0 to 2"),
+    ],
+)
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_samples_that_are_not_in_the_vocabulary_are_refused(wrong, message, on_disk, tmp_path):
+    """They were looked up as zeros. A single one is found, wherever it is."""
+    x, y = numbers(40, 6, high=3), torch.arange(40) % 3
+    if isinstance(wrong, float):
+        x = x.float()
+    x[31, 4] = wrong
+    if on_disk:
+        blocks = (x[first : first + 8] for first in range(0, 40, 8))
+        x = MappedArray.write(tmp_path / "x.npy", (40, 6), x.dtype, blocks)
+    federation = Federation.from_arrays(x, y, clients=[0, 1] * 20)
+    with pytest.raises(InputError) as caught:
+        train(federation, model={"name": "charlstm", "hidden": 3}, rounds=1, out=tmp_path / "run")
+    assert str(caught.value) == message
+    assert not (tmp_path / "run").exists()
+
+
+def test_samples_are_checked_where_a_method_extends_the_features():
+    x, y = numbers(40, 6, high=4), torch.arange(40) % 3
+    federation = Federation.from_arrays(x, y, clients=[0, 1] * 20)
+    method, model = {"name": "moon", "projection": 4}, {"name": "charlstm", "hidden": 3}
+    with pytest.raises(InputError, match="vocabulary of model 'charlstm' is 3"):
+        train(federation, method=method, model=model, rounds=1)
+    run = train(federation, method=method, model=model | {"vocabulary": 4}, rounds=1)
+    assert run.summary["rounds"] == 1
+
+
+def test_samples_are_checked_block_by_block(monkeypatch):
+    x = torch.tensor([[1, 9], [0, 2], [12, 3], [0, 1]])
+    pieces = enumerate(x.split(1))
+    monkeypatch.setattr("equipoise.models.recurrent.blocks", lambda given: pieces)
+    with pytest.raises(InputError, match=r"numbers from 0 to 12; .* model.vocabulary: 13$"):
+        charlstm((2,), 5).check_samples(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64, torch.bool])
+def test_samples_of_every_type_of_whole_numbers_are_taken(dtype):
+    x, y = numbers(12, 4, high=2).to(dtype), torch.arange(12) % 2
+    federation = Federation.from_arrays(x, y, clients=[0, 1] * 6)
+    model = {"name": "charlstm", "hidden": 3}
+    assert train(federation, model=model, rounds=1).summary["rounds"] == 1
+    more = Federation.from_arrays(x.long() + 7, y, clients=[0, 1] * 6)
+    assert train(more, model=model | {"vocabulary": 9}, rounds=1).summary["rounds"] == 1
 
 
 def test_learns_which_character_follows():

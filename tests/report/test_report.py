@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import statistics
 import sys
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from equipoise import Evaluation
+from equipoise import Evaluation, Federation, Training
 from equipoise.errors import InputError, RunError
 from equipoise.fairness import GROUP_METRICS, METRICS
 from equipoise.report import weights, write_report
@@ -430,6 +431,57 @@ def test_runs_on_other_data_are_compared_with_care(tmp_path):
         config.replace("clients: 12", "clients: 12\n  fingerprint: other")
     )
     assert "trained on different data" in page_of(*runs, out=tmp_path / "a.html").text
+
+
+def test_runs_with_different_scores_are_not_compared(tmp_path):
+    accuracies = [small_run(tmp_path / name, name, rounds=1) for name in ("fedavg", "local")]
+    losses = {}
+    for name, options in {
+        "ridge": {},
+        "prox": {"method": "fedprox"},
+        "huber": {"training": Training(rounds=1, loss="huber")},
+    }.items():
+        x = np.random.default_rng(0).normal(size=(60, 3))
+        data = Federation.from_arrays(
+            x, x.sum(1), clients=np.arange(60) % 3, task="regression", name="loads"
+        )
+        given = {"federation": data, "model": "logistic", "training": Training(rounds=1)}
+        losses[name] = small_run(tmp_path / name, **{**given, **options})
+    runs = [run.directory for run in (*accuracies, *losses.values())]
+    page = page_of(*runs, out=tmp_path / "page.html")
+    scores = ("accuracy", "loss (regression)", "loss (huber)")
+    said = f"Runs with different scores are compared separately: {', '.join(scores)}."
+    assert said in page.text
+    titles = [title for level, title in page.headings if level == 2]
+    assert {f"Results: {score}" for score in scores} <= set(titles)
+    rows = {
+        score: page.tables[f"{name}, seen clients: {score}"]
+        for name, score in zip(("Accuracy", "Loss", "Loss"), scores, strict=True)
+    }
+    assert [len(of) - 1 for of in rows.values()] == [2, 2, 1]
+    assert [of[0][4][-1] for of in rows.values()] == ["↑", "↓", "↓"]
+    # Labels tell apart only runs that are compared.
+    assert [row[0] for row in rows["loss (regression)"][1:]] == ["fedavg", "fedprox"]
+    assert [row[0] for row in rows["loss (huber)"][1:]] == ["fedavg"]
+    assert "compared separately" not in page_of(*runs[:2], out=tmp_path / "one.html").text
+
+
+def test_small_numbers_are_not_shown_as_zero(tmp_path):
+    runs = []
+    for method, variance in (("fedavg", 0.00027), ("faa", 0.0000312)):
+        run = write_run(tmp_path / method, method=method)
+        summary = json.loads((run / "summary.json").read_text())
+        part = summary["results"]["global"]["seen"]
+        part |= {"gap_variance": variance, "sigma_clients": 30 * variance}
+        (run / "summary.json").write_text(json.dumps(summary))
+        runs.append(run)
+    shown = page_of(runs[0]).table("All metrics of the accuracy of clients")
+    column = "global model, seen clients, test data"
+    assert shown["gap_variance"][column] == "0.00027"
+    assert re.fullmatch(r"0\.\d{3}", shown["mean"][column])
+    table = page_of(*runs, out=tmp_path / "page.html").table("Accuracy, seen clients")
+    sigmas = [row["sigma_clients ↓"] for row in table.values()]
+    assert sigmas == ["0.0081", "0.0009"]
 
 
 # ---- the page ------------------------------------------------------------------------------------

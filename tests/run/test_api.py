@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from equipoise.method import LocalRule
 from equipoise.methods import build
 from equipoise.models.base import Model
 from equipoise.optimizers import Schedule, optimizer_named
+from equipoise.report import write_report
+from equipoise.run.checksums import verify
 from equipoise.run.files import load_tensors
 from equipoise.run.round_steps import RoundSteps
 from equipoise.run.trainer import Trainer
@@ -692,6 +695,59 @@ def test_a_name_that_two_clients_have_is_no_answer(tmp_path):
     (tmp_path / "run" / "SHA256SUMS").unlink()
     with pytest.raises(InputError, match="client 'a': clients 0, 2 have this name; pass a number"):
         load(tmp_path / "run", "a")
+
+
+def test_names_are_there_from_the_start_and_the_directory_is_valid(tmp_path):
+    whole = small_run(tmp_path / "whole").directory
+    names = (whole / "names.json").read_bytes()
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", on_round=stop_after(1))
+    assert (tmp_path / "run" / "names.json").read_bytes() == names
+    verify(tmp_path / "run")
+    # A run that an older version began has names only at the end, and their checksum, too.
+    (tmp_path / "run" / "names.json").unlink()
+    begun = tmp_path / "run" / "SHA256SUMS"
+    lines = [line for line in begun.read_text().splitlines() if not line.endswith("names.json")]
+    begun.write_text("\n".join([*lines, ""]))
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", resume=True, on_round=stop_after(3))
+    assert (tmp_path / "run" / "names.json").read_bytes() == names
+    small_run(tmp_path / "run", resume=True)
+    assert promised(tmp_path / "run") == promised(whole)
+    verify(tmp_path / "run")
+    assert (tmp_path / "run" / "SHA256SUMS").read_text().count("names.json") == 1
+
+
+def test_names_that_were_damaged_are_noticed_before_the_run_ends(broken_off):
+    path = broken_off / "names.json"
+    content = path.read_text()
+    path.write_text(content.replace("0", "7"))
+    for use in (
+        lambda: small_run(broken_off, resume=True),
+        lambda: write_report([broken_off]),
+    ):
+        with pytest.raises(RunError, match=r"names.json differs from what the run wrote"):
+            use()
+    # The process was killed when it had written the checksum, but not the file.
+    path.unlink()
+    write_report([broken_off])
+    small_run(broken_off, resume=True)
+    assert path.read_text() == content
+
+
+def test_names_that_differ_when_a_run_goes_on_replace_the_others(tmp_path):
+    """As on Flower, where clients register during a run."""
+    with pytest.raises(Stop):
+        small_run(tmp_path, on_round=stop_after(1))
+    renamed = [f"ward {client}" for client in range(9)]
+    data = replace(federation(), client_names=tuple(renamed))
+    with pytest.raises(Stop):
+        small_run(tmp_path, federation=data, resume=True, on_round=stop_after(2))
+    assert json.loads((tmp_path / "names.json").read_text()) == renamed
+    verify(tmp_path)
+    small_run(tmp_path, federation=data, resume=True)
+    assert json.loads((tmp_path / "names.json").read_text()) == renamed
+    verify(tmp_path)
 
 
 def test_an_unfinished_run_has_no_model_to_load(broken_off):

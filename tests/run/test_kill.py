@@ -49,6 +49,7 @@ train(
     evaluation=Evaluation(select="best", local=True, keep_local=True),
     seed=1,
     out=sys.argv[1],
+    checkpoint_every=1,
     resume=True,
     on_round=told,
 )

@@ -131,7 +131,14 @@ def test_a_metric_that_no_client_has():
     )
     run = small_run(None, training=SHORT, evaluation=Evaluation(metrics=[nowhere, beyond]))
     part = run.summary["results"]["global"]["unseen"]["metrics"]
-    assert part["nowhere"] == {"clients": 0, "left_out": 1, "left_out_clients": {"7": "undefined"}}
+    left_out = {"clients": 0, "left_out": 1, "left_out_clients": {"7": "undefined"}}
+    empty = {"groups": {"b": None}, **left_out}
+    assert {name: part["nowhere"][name] for name in empty} == empty
+    having = small_run(None, training=SHORT, evaluation=Evaluation(metrics=["accuracy"])).summary
+    names = having["results"]["global"]["unseen"]["metrics"]["accuracy"].keys()
+    assert part["nowhere"].keys() == names
+    assert all(part["nowhere"][name] is None for name in names - empty.keys())
+    json.loads(json.dumps(run.summary, allow_nan=False))
     assert part["beyond"]["left_out_clients"] == {"7": "2 is not in the range from 0 to 1"}
 
 

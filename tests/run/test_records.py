@@ -359,7 +359,7 @@ def test_the_documentation_lists_what_runs_leave(tmp_path):
     } | {"left_out_clients"}
     top = documented("At its top", "A row of `metrics.jsonl`")
     # These are there only if there is something to report.
-    rare = {"bytes_overhead", "slowed_by", "updates_left_out"}
+    rare = {"bytes_overhead", "slowed_by", "updates_left_out", "without_result"}
     assert set(run.summary) | rare == top | {"results", "validation"}
     in_rows = {name for found in rows_of(tmp_path / "run") for name in found}
     columns = documented("A row of `metrics.jsonl`", "A row of `rounds.jsonl`")

@@ -16,6 +16,7 @@ import yaml
 
 from equipoise.errors import InputError
 from equipoise.study import Tuning, load_study, read_choices, study_from
+from tests.report.pages import Page
 from tests.run.small import promised
 from tests.study.small import compare, snapshot
 
@@ -210,6 +211,60 @@ def test_compare_runs_what_tune_chose(tmp_path, monkeypatch, capsys):
         "--chosen cannot be used together with --tune"
         in compare(monkeypatch, capsys, "s.yaml", "--tune", "--chosen", "elsewhere.yaml")[2]
     )
+
+
+def test_runs_of_tuning_are_beside_the_given_directory_and_not_in_its_report(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("s.yaml").write_text(yaml.safe_dump({**STUDY, "tuning": {"seed": 9, "tolerance": 1.0}}))
+    code, stdout, _ = compare(monkeypatch, capsys, "s.yaml", "--tune", "--out", "x")
+    assert (code, Path("x").exists()) == (0, False)
+    assert "files: x-tuning" in stdout
+    code, stdout, _ = compare(monkeypatch, capsys, "s.yaml", "--out", "x", "--method", "qffl")
+    assert (code, "chosen for qffl: q: 2" in stdout) == (0, True)
+    assert {path.parent.name for path in Path("x").glob("*/*/seed*")} == {"qffl q=2"}
+    assert not list(Path("x").glob("*/*/seed9"))
+    page = Page(Path("x/report.html").read_text())
+    assert set(page.table("Accuracy, seen clients")) == {"qffl q=2"}
+    # A directory that is named as one of tuning is used as it is.
+    _, _, stderr = compare(
+        monkeypatch, capsys, "s.yaml", "--tune", "--out", "x-tuning", "--no-report"
+    )
+    assert stderr.count("already there") == 4
+    assert not Path("x-tuning-tuning").exists()
+
+
+def test_tuning_that_an_earlier_version_began_goes_on_in_the_same_directory(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("s.yaml").write_text(yaml.safe_dump(STUDY))
+    study = study_from(STUDY, tune=True)
+    for job in study.jobs[:2]:
+        job.experiment.run(Path("x") / job.path)
+    code, stdout, stderr = compare(monkeypatch, capsys, "s.yaml", "--tune", "--out", "x")
+    assert (code, stderr.count("already there")) == (0, 2)
+    assert "files: x\n" in stdout
+    assert not Path("x-tuning").exists()
+    code, stdout, _ = compare(monkeypatch, capsys, "s.yaml", "--out", "x", "--no-report")
+    assert (code, "chosen for qffl: q: 2" in stdout) == (0, True)
+    # Runs of the study itself are no runs of tuning.
+    compare(monkeypatch, capsys, "s.yaml", "--untuned", "--out", "y", "--no-report")
+    compare(monkeypatch, capsys, "s.yaml", "--tune", "--out", "y", "--no-report")
+    assert Path("y-tuning/chosen.yaml").exists()
+
+
+def test_a_run_is_no_directory_of_tuning(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("s.yaml").write_text(yaml.safe_dump(STUDY))
+    for holding in ("x", "y-tuning"):
+        Path(holding).mkdir()
+        Path(holding, "config.yaml").write_text("")
+        out = holding.removesuffix("-tuning")
+        code, _, stderr = compare(monkeypatch, capsys, "s.yaml", "--tune", "--out", out)
+        assert code != 0
+        assert f"{holding} holds a run" in stderr
 
 
 # ---- finished studies that grow ------------------------------------------------------------------

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 
 from equipoise import methods
+from equipoise.cli.show.study import show_results
 from equipoise.config import SECTIONS
 from equipoise.errors import InputError
-from equipoise.study import read_choices, study_from
+from equipoise.study import Results, read_choices, study_from
 
 RATE = "training.optimizer.lr"
 # A study with rates of 0, with which nothing is learned, and rates with which something is.
@@ -115,3 +117,45 @@ def test_no_option_of_a_method_is_called_like_a_key_of_experiments():
     """Otherwise a grid could not name it without ``method.``."""
     for name in methods.names():
         assert not set(methods.options_of(name)) & set(SECTIONS)
+
+
+# ---- grids that are not used ---------------------------------------------------------------------
+
+
+def test_a_grid_that_is_not_tuned_is_named_with_the_values_of_its_runs(tuned, capsys):
+    plain = {**STUDY, "methods": [*STUDY["methods"], "local"]}
+    study = study_from(plain)
+    said = (
+        f"the grid of fedavg is not used: its runs have {RATE}=0.01; tune it with --tune",
+        f"the grid of fedprox is not used: its runs have {RATE}=0.01 mu=0.1; tune it with --tune",
+    )
+    assert study.warnings == said
+    results = Results(study, {}, {})
+    assert results.warnings == results.plain()["warnings"] == list(said)
+    assert all(f"Warning: {text}" in results.markdown() for text in said)
+    show_results(results, Path("runs"))
+    shown = capsys.readouterr().out
+    assert all(f"warning: {text}" in shown for text in said)
+    chosen = read_choices(tuned)
+    assert study_from(plain, chosen=chosen).warnings == ()
+    assert study_from(STUDY, tune=True).warnings == ()
+    del chosen["base"]["fedavg"]
+    assert study_from(plain, chosen=chosen).warnings == said[:1]
+
+
+def test_values_of_runs_are_named_by_setting():
+    settings = {"slow": {"training.optimizer.lr": 0.1}, "fast": {"training.epochs": 2}}
+    grids = [{"name": "fedavg", "grid": {RATE: [1]}}, {"name": "qffl", "grid": {"q": [5]}}]
+    study = study_from({**STUDY, "methods": grids, "settings": settings})
+    assert study.warnings == (
+        f"slow: the grid of fedavg is not used: its runs have {RATE}=0.1; tune it with --tune",
+        "the grid of qffl is not used: its runs have q=1.0; tune it with --tune",
+        f"fast: the grid of fedavg is not used: its runs have {RATE}=0.01; tune it with --tune",
+    )
+
+
+def test_parts_and_models_in_a_grid_are_named_too():
+    grid = {"aggregation": ["median", {"name": "qffl", "q": 2}], "model": ["logistic"]}
+    study = study_from({**STUDY, "methods": [{"name": "fedprox", "grid": grid}]})
+    (said,) = study.warnings
+    assert "its runs have aggregation=default model=mlp,hidden=[16]," in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import yaml
 from equipoise import metrics
 from equipoise.cli import main
 from equipoise.errors import InputError
+from equipoise.run.left_out import MOST_NAMED
 from equipoise.study import study_from, value_of
 
 BASE = {
@@ -120,17 +122,20 @@ def test_tables_equal_what_the_runs_say(tmp_path):
     # Without the mark of the better of the two.
     plain = results.markdown().replace("**", "").replace("<u>", "").replace("</u>", "")
     assert f"| ditto | personal | {results.cell('base', 'ditto', 'ece')} |" in plain
-    lost = [
-        len(
-            results.summaries[job.path]["validation"][model]["seen"]["metrics"]["auroc"][
-                "left_out_clients"
-            ]
-        )
+    lost = Counter(
+        client
         for job, model in zip(study.jobs, ("global", "personal"), strict=True)
-    ]
-    assert max(lost) > 0
+        for client in results.summaries[job.path]["validation"][model]["seen"]["metrics"]["auroc"][
+            "left_out_clients"
+        ]
+    )
+    names = json.loads((tmp_path / study.jobs[0].path / "names.json").read_text())
+    said = {f"{names[int(c)]} (undefined; {count} of 2 runs)" for c, count in lost.items()}
     (warning,) = results.warnings
-    assert warning.startswith(f"val.auroc.mean: up to {max(lost)} client")
+    before, _, listed = warning.partition(": clients without a value are left out: ")
+    assert before == "val.auroc.mean"
+    assert 0 < len(said) <= MOST_NAMED
+    assert set(listed.split(", ")) == said
 
 
 @pytest.mark.parametrize(

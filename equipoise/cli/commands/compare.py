@@ -24,7 +24,7 @@ from equipoise.cli.paths import check_directory, check_file
 from equipoise.errors import InputError, unknown
 
 if TYPE_CHECKING:
-    from equipoise.study import Results
+    from equipoise.study import Results, Study
 
 
 def compare(
@@ -36,7 +36,10 @@ def compare(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="Directory of all its runs.", show_default="runs/ and the file's name"),
+        typer.Option(
+            help="Directory of all its runs; those of --tune are in OUT-tuning.",
+            show_default="runs/ and the file's name",
+        ),
     ] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")] = None,
     csv: Annotated[
@@ -60,7 +63,9 @@ def compare(
     ] = "1",
     tune: Annotated[
         bool,
-        typer.Option("--tune", help="Choose values of its grids on validation data."),
+        typer.Option(
+            "--tune", help="Choose values of its grids on validation data, with runs in OUT-tuning."
+        ),
     ] = False,
     chosen: Annotated[
         Path | None,
@@ -110,8 +115,9 @@ def compare(
     seeds or more, † marks values that are significantly worse than the best (paired t-test,
     corrected). If data.leave_out is a list, each of its groups is left out once, and tables of the
     mean over groups and of paired differences from the baseline follow. After --tune, the same
-    command without it uses the chosen values. To try a part of a study, use --setting, --method,
-    --seed and, with another --out, --set.
+    command without it uses the chosen values. Runs of tuning have a directory of their own, with
+    "-tuning" after its name. To try a part of a study, use --setting, --method, --seed and, with
+    another --out, --set.
     """
     with errors_as_lines(debug):
         from equipoise.cli.show.progress import progress_of_study
@@ -135,8 +141,8 @@ def compare(
             raise InputError(
                 f"{study} is an experiment, not a study; run it with: equipoise run {study}"
             )
-        directory = out or RUNS / (f"{study.stem}-tuning" if tune else study.stem)
-        choice = _choice(directory, chosen, tune=tune, untuned=untuned)
+        given = out or RUNS / study.stem
+        choice = _choice(given, chosen, tune=tune, untuned=untuned)
         planned = study_from(
             content,
             str(study),
@@ -150,10 +156,11 @@ def compare(
             chosen=read_choices(choice) if choice else None,
             on_import=say_import,
         )
+        directory = _directory_of_tuning(given, planned) if tune else given
         check_directory(directory, "choose another with --out")
-        if (directory / "config.yaml").exists():
+        if holding := [path for path in (given, directory) if (path / "config.yaml").exists()]:
             raise InputError(
-                f"{directory} holds a run, so it cannot be the directory of a study; choose "
+                f"{holding[0]} holds a run, so it cannot be the directory of a study; choose "
                 "another with --out"
             )
         at_a_time = runs_at_a_time(jobs)
@@ -194,6 +201,20 @@ def _choice(directory: Path, chosen: Path | None, *, tune: bool, untuned: bool) 
     # The second has the choices with which this study ran before.
     usual = (folder / CHOSEN for folder in (tuning_directory(directory), directory))
     return chosen or next((path for path in usual if path.exists()), None)
+
+
+def _directory_of_tuning(out: Path, planned: Study) -> Path:
+    """Return where the runs of tuning are, given the directory of the study's runs.
+
+    Reports on the study's directory would show them like all others, so they have one of their own.
+    """
+    from equipoise.study.choice import tuning_directory
+
+    tried = {label for variants in planned.tried.values() for label in variants}
+    runs = (out / job.path / "config.yaml" for job in planned.jobs if job.method in tried)
+    beside = tuning_directory(out)
+    # Earlier versions tuned in the directory that was given. What was begun there goes on there.
+    return out if not beside.exists() and any(run.exists() for run in runs) else beside
 
 
 def _check_files(markdown: Path | None, latex: Path | None, csv: Path | None) -> None:

@@ -71,12 +71,12 @@ def data(
         if where:
             check_file(where, "choose another with --picture")
         federation = made.federation()
-        found = read_index(index, federation) if index else None
+        found, digest = read_index(index, federation) if index else (None, "")
         drawn = draw(federation, where, asked=picture is not None, index=found) if where else None
         if found is not None and json_:
-            print_json(index_document(found, federation, drawn))
+            print_json(index_document(found, digest, federation, drawn))
         elif found is not None:
-            show_index(found, federation, drawn)
+            show_index(found, digest, federation, drawn)
         elif json_:
             print_json(federation_document(federation, drawn))
         else:

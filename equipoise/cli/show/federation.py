@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.table import Table
 
 from equipoise.cli.show.console import new_console, new_table, number
 from equipoise.client_index import COMPARED, ClientIndex, similarity_by_group
 from equipoise.data import draw as draw_federation
+from equipoise.data.columns import Overview
 from equipoise.data.picture import draw_similarity
-from equipoise.errors import InputError
+from equipoise.errors import InputError, few
 from equipoise.federation import SPLITS, Federation
 
 
@@ -50,6 +54,9 @@ def federation_document(federation: Federation, picture: Path | None) -> dict[st
         "fingerprint": federation.fingerprint(),
         "groups": [_group_total(federation, group) for group in range(len(federation.group_names))],
         "clients": clients,
+        "columns": [asdict(column) for column in federation.columns.overview]
+        if federation.columns
+        else None,
         "picture": str(picture) if picture else None,
     }
 
@@ -93,6 +100,8 @@ def show_federation(federation: Federation, picture: Path | None) -> None:
     for row in document["groups"]:
         totals.add_row(*(str(value) for value in row.values()))
     console.print(totals)
+    if federation.columns and federation.columns.overview:
+        console.print(_columns(federation.columns.overview))
     if picture:
         console.print(f"\npicture: {picture}", soft_wrap=True)
     else:
@@ -100,6 +109,21 @@ def show_federation(federation: Federation, picture: Path | None) -> None:
             "\nno picture: matplotlib is not installed (pip install 'equipoise[report]')",
             soft_wrap=True,
         )
+
+
+def _columns(overview: Sequence[Overview]) -> Table:
+    """Return a table of what a file has in its columns."""
+    names = ("column", "role", "kind", "different", "missing")
+    table = new_table("\ncolumns of the file", *names, numbers=2, last="values")
+    for column in overview:
+        counts = (str(column.different), str(column.missing))
+        shown = (
+            few(column.values)
+            if column.range is None
+            else " to ".join(f"{number:g}" for number in column.range)
+        )
+        table.add_row(column.name, column.role, column.kind, *counts, shown)
+    return table
 
 
 def _histogram(counts: list[int]) -> str:
@@ -110,19 +134,28 @@ def _histogram(counts: list[int]) -> str:
     )
 
 
-def read_index(path: Path, federation: Federation) -> ClientIndex:
-    """Read a client index, and check that its clients are those of a federation."""
+def read_index(path: Path, federation: Federation) -> tuple[ClientIndex, str]:
+    """Read the rows that a client index has of the clients of a federation, and its hash."""
     index = ClientIndex.read(path)
-    if strange := [client for client in index.ids.tolist() if not 0 <= client < federation.clients]:
-        raise InputError(
-            f"--index {path}: client {strange[0]} is not in {federation.name!r}, which has "
-            f"{federation.clients} clients"
-        )
-    return index
+    ids, names = index.ids, []
+    if index.names is not None:
+        every = [federation.client_name(client) for client in range(federation.clients)]
+        ids = np.flatnonzero(np.isin(every, index.names))
+        names = [every[client] for client in ids]
+        if not names:
+            raise InputError(
+                f"--index {path}: none of its clients ({few(index.names)}) is in "
+                f"{federation.name!r}, which has {few(every)}"
+            )
+    try:
+        found = index.matched(ids, names, federation.clients)
+    except InputError as error:
+        raise InputError(f"--index {path}: {error}") from error
+    return found, index.digest()
 
 
 def index_document(
-    index: ClientIndex, federation: Federation, picture: Path | None
+    index: ClientIndex, digest: str, federation: Federation, picture: Path | None
 ) -> dict[str, Any]:
     """Return what ``equipoise data --index FILE --json`` prints; null without pairs of clients."""
     groups = federation.groups[index.ids]
@@ -137,7 +170,7 @@ def index_document(
         "name": federation.name,
         "clients": index.ids.tolist(),
         "made_by": index.made_by,
-        "digest": index.digest(),
+        "digest": digest,
         "epsilon": index.epsilon,
         "group_names": [federation.group_names[group] for group in sorted(set(groups.tolist()))],
         "similarity": {
@@ -148,9 +181,11 @@ def index_document(
     }
 
 
-def show_index(index: ClientIndex, federation: Federation, picture: Path | None) -> None:
+def show_index(
+    index: ClientIndex, digest: str, federation: Federation, picture: Path | None
+) -> None:
     """Show how similar the indices of clients are."""
-    console, document = new_console(), index_document(index, federation, picture)
+    console, document = new_console(), index_document(index, digest, federation, picture)
     table = new_table(
         f"mean cosines of {len(index.ids)} clients of {federation.name}",
         *("index", "within groups", "between groups", "nearest client in the same group"),

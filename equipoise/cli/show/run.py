@@ -9,15 +9,16 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from equipoise.cli.show.console import LEFT_BEHIND, new_console, new_table, number
+from equipoise.cli.show.console import LEFT_BEHIND, new_console, new_table
 from equipoise.fairness import METRICS
 from equipoise.federation import Federation
 from equipoise.parity import FIGURES, RATES
 from equipoise.run.api import Run
 from equipoise.run.few_samples import about_few, about_worst
-from equipoise.run.left_out import listed, rounds_left_out
+from equipoise.run.left_out import listed, missing_in, missing_words, rounds_left_out
 from equipoise.run.records import averaged_over, further_metrics, task_of, telling
 from equipoise.run.round_rows import seconds_of
+from equipoise.study.numbers import number, numbers, style_of
 from equipoise.study.runs import counted_rows
 from equipoise.text import size
 
@@ -51,6 +52,8 @@ def show_run(run: Run) -> None:
             console.print(_further(summary))
         for served in _served(run):
             console.print(served)
+        for who, entry in missing_in(summary).items():
+            console.print(missing_words(who, entry), style="yellow", soft_wrap=True)
         for table in _by_attribute(summary):
             console.print(table)
     else:
@@ -116,7 +119,7 @@ def _overall(summary: dict[str, Any]) -> Table:
     table = new_table(title, "metric", *parts, numbers=len(parts), last="what it is")
     for name in telling(METRICS, parts.values()):
         description = Text(METRICS[name].description, style="dim")
-        table.add_row(name, *(number(part.get(name)) for part in parts.values()), description)
+        table.add_row(name, *numbers(part.get(name) for part in parts.values()), description)
     return table
 
 
@@ -133,8 +136,8 @@ def _further(summary: dict[str, Any]) -> Table:
         numbers=len(columns) + 1,
     )
     for name, better, label, own in rows:
-        numbers = (number(own.get(column)) for column in columns)
-        table.add_row(name, better, label, *numbers, str(own["left_out"]))
+        spreads = numbers(own.get(column) for column in columns)
+        table.add_row(name, better, label, *spreads, str(own["left_out"]))
     return table
 
 
@@ -174,18 +177,23 @@ def _by_group(
 ) -> Table:
     scores = {part: summary["groups"] for part, summary in parts.items()}
     names = federation.group_names
-    clients = np.bincount(federation.groups, minlength=len(names))
+    whose = federation.unseen != _of_seen(leading)
+    every, counted = (
+        np.bincount(federation.groups[clients], minlength=len(names)).tolist()
+        for clients in (whose, list(sizes))
+    )
     samples = dict.fromkeys(names, 0)
     for client, count in sizes.items():
         samples[names[federation.groups[client]]] += count
     groups = {
-        name: (name, str(count), str(samples[name]))
-        for name, count in zip(names, clients, strict=True)
+        name: (name, f"{some} of {of}" if some < of else f"{of}", str(samples[name]))
+        for name, some, of in zip(names, counted, every, strict=True)
     }
     worst = parts[leading]["worst_group_name"]
     title = "mean over the clients of each group"
     added = about_worst(worst, scores[leading], samples, what="group", data=data)
-    columns = ("group", "clients", f"{data} samples")
+    clients = f"{'seen' if _of_seen(leading) else 'unseen'} clients"
+    columns = ("group", "clients" if whose.all() else clients, f"{data} samples")
     return _bars(title, columns, groups, scores, leading, worst, added)
 
 
@@ -247,13 +255,14 @@ def _bars(
         last="",
     )
     top = max((scores[leading].get(key) or 0 for key in rows), default=0) or 1.0
+    shown = style_of(score for own in scores.values() for score in own.values())
     mark = f" ← served worst{f' ({added})' if added else ''}"
     for key, first in rows.items():
         score = scores[leading].get(key)
         bar = "█" * round(24 * (score or 0) / top) + (mark if key == worst else "")
-        others_own = (number(scores[part].get(key)) for part in others)
+        others_own = (number(scores[part].get(key), shown) for part in others)
         style = LEFT_BEHIND if key == worst else None
-        table.add_row(*first, *others_own, number(score), bar, style=style)
+        table.add_row(*first, *others_own, number(score, shown), bar, style=style)
     return table
 
 
@@ -294,8 +303,8 @@ def _by_attribute(summary: dict[str, Any]) -> Iterator[Table]:
             for value, rates in found["values"].items():
                 worst = LEFT_BEHIND if value == found["worst_value"] else None
                 sizes = [str(rates["n"]), str(rates.get("scored", 0))][: len(counts)]
-                numbers = (number(rates[column]) for column in scores)
-                table.add_row(value, label, *sizes, *numbers, style=worst)
+                own = (number(rates[column]) for column in scores)
+                table.add_row(value, label, *sizes, *own, style=worst)
         yield table
     if parts:
         compared = {

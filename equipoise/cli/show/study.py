@@ -92,7 +92,7 @@ def _differences(results: Results, setting: str) -> Table:
     )
     for label in results.study.others:
         table.add_row(
-            label, *(results.difference(setting, label, metric).cell for metric in metrics)
+            label, *(results.difference_cell(setting, label, metric) for metric in metrics)
         )
     return table
 
@@ -100,7 +100,7 @@ def _differences(results: Results, setting: str) -> Table:
 def _left_behind(results: Results, setting: str, groups: list[str]) -> Table:
     metrics = {group: f"groups.{group}" for group in groups}
     header, first = _methods(results, setting, metrics.values())
-    title = "\nwho is left behind: mean over the clients of each group"
+    title = f"\nwho is left behind: {results.about_groups(setting)}"
     table = new_table(title, *header, *groups, numbers=len(groups), last="served worst")
     for label in results.study.methods:
         worst = results.worst_group(setting, label)
