@@ -12,6 +12,7 @@ import yaml
 from torch import nn
 
 from equipoise import Evaluation, Machine
+from equipoise.cli.show.run import show_run
 from equipoise.errors import InputError, RunError
 from equipoise.models.base import Model
 from equipoise.optimizers import optimizer_named
@@ -185,6 +186,21 @@ def test_resuming_an_empty_or_missing_directory_starts_from_the_beginning(undist
     for name in ("empty", "missing"):
         small_run(tmp_path / name, resume=True)
         assert promised(tmp_path / name) == wanted
+
+
+def test_a_run_that_ends_early_says_why(capsys):
+    evaluation = Evaluation(patience=1)
+    run = small_run(rounds=200, evaluation=evaluation)
+    show_run(run)
+    made = run.summary["rounds"]
+    assert made < 200
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"ended after {made} of 200 rounds: no better value in 1 evaluation" in said
+    run.summary["stopped"] = "enough"
+    show_run(run)
+    assert f"ended after {made} of 200 rounds: enough" in capsys.readouterr().out
+    show_run(small_run(evaluation=evaluation, rounds=1))
+    assert "ended after" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from equipoise.run.records import averaged_over, further_metrics, task_of, telli
 from equipoise.run.round_rows import seconds_of
 from equipoise.study.numbers import number, numbers, style_of
 from equipoise.study.runs import counted_rows
-from equipoise.text import size
+from equipoise.text import plural, size
 
 K = TypeVar("K", bound=Hashable)
 
@@ -46,6 +46,8 @@ def show_run(run: Run) -> None:
     if "tail" in summary:
         at = f"{averaged_over(summary['tail']['rounds'])} of {summary['rounds']}, client by client"
     console.print(f"{summary['method']} on {summary['data']}, seed {summary['seed']}, {at}")
+    if ended := _ended_early(run):
+        console.print(ended)
     if _parts(summary):
         console.print(_overall(summary))
         if summary.get("metrics"):
@@ -70,6 +72,18 @@ def show_run(run: Run) -> None:
         console.print(f"slower than it could be: {what}")
     if run.directory:
         console.print(f"files: {run.directory}", soft_wrap=True)
+
+
+def _ended_early(run: Run) -> str:
+    """Say why a run has fewer rounds than its settings say; nothing if it has all of them."""
+    made, planned = run.summary["rounds"], run.config["training"]["rounds"]
+    if made >= planned:
+        return ""
+    why = run.summary.get("stopped") or (
+        f"no better value in {plural(run.config['evaluation']['patience'], 'evaluation')} "
+        "(evaluation.patience)"
+    )
+    return f"ended after {made} of {planned} rounds: {why}"
 
 
 def _left_out(found: dict[str, Any]) -> Table:
