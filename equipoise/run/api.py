@@ -378,7 +378,7 @@ def train(
             evaluation,
             seed,
             directory,
-            checkpoint_every,
+            config["checkpoint_every"],
             team.engine if team else engine,
             begun,
         )

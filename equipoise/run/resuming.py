@@ -86,6 +86,9 @@ def open_run(
         if is_frozen_digest(found["resolved"]["frozen"], module):
             found["resolved"]["frozen"] = resolved.get("frozen")
         _keep_processes(found, config)
+        if config["checkpoint_every"] is None:
+            # Results do not depend on it, and older versions had another default.
+            config["checkpoint_every"] = found["checkpoint_every"]
         before, asked = (given["training"]["rounds"] for given in (found, config))
         longer = before < asked
         if longer:

@@ -52,8 +52,10 @@ def _difference(directory: Path, job: Job) -> str | None:
     wanted["model"] = with_class_names(wanted["model"], found["model"].get("class_names"))
     # Runs in one process have no Flower settings in their configuration.
     wanted.pop("flower", None)
-    # Results do not depend on trackers, and on processes by rounding only.
+    # Results do not depend on trackers and checkpoints, and on processes by rounding only.
     found.pop("tracking", None)
+    if wanted["checkpoint_every"] is None:
+        wanted["checkpoint_every"] = found["checkpoint_every"]
     for given in (found, wanted):
         given["machine"].pop("processes", None)
     return first_difference(found, wanted)

@@ -300,13 +300,26 @@ def test_a_penalty_of_another_type_is_refused(given):
 @CHUNKS
 def test_a_linear_part_may_look_at_other_parameters(chunk):
     """Without a batch, the client has copies with other parameters, and outputs for own samples."""
+    samples = torch.ones(2, 2, 5, 5).double()
+    with torch.no_grad():
+        sent = mlp().double()(samples).sum()
 
     def elsewhere(client):
-        probe = client.at(client.received, torch.ones(2, 2, 5, 5).double())
-        shift = probe.output().sum()
+        shift = client.at(client.received, samples).output().sum()
         return {name: shift + tensor for name, tensor in client.personal().moved().items()}
 
-    rounds_of(Heads(Phase(penalty=Penalty(linear=elsewhere))), mlp(), chunk=chunk)
+    def by_hand(client):
+        return {name: sent + tensor for name, tensor in client.received.items()}
+
+    found, wanted = (
+        rounds_of(
+            Heads(Phase(penalty=Penalty(linear=linear))), mlp(), cohorts=COHORTS[:1], chunk=chunk
+        ).model
+        for linear in (elsewhere, by_hand)
+    )
+    assert distance(found, wanted) <= 1e-12
+    plain = rounds_of(LocalRule(), mlp(), cohorts=COHORTS[:1], chunk=chunk).model
+    assert distance(plain, wanted) > 1e-3
 
 
 def test_a_linear_part_that_is_a_tree_is_refused():

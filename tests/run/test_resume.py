@@ -103,6 +103,22 @@ def test_by_default_a_run_repeats_the_rounds_of_the_last_seconds(
     assert promised(tmp_path / "run") == promised(undisturbed(**how))
 
 
+def test_a_run_keeps_its_checkpoints_unless_others_are_asked_for(undisturbed, tmp_path):
+    """Older versions had another default."""
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", checkpoint_every=2, on_round=stop_after(5))
+    seen = []
+    small_run(
+        tmp_path / "run",
+        checkpoint_every=None,
+        resume=True,
+        on_round=lambda progress: seen.append(progress.round),
+    )
+    assert seen == [5, 6, 7]
+    assert promised(tmp_path / "run") == promised(undisturbed(checkpoint_every=2))
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["checkpoint_every"] == 2
+
+
 @pytest.mark.parametrize("checkpoint_every", [1, 3])
 @pytest.mark.parametrize("since_best", [-2, 0, 1])
 @pytest.mark.parametrize(("method", "patience"), [("fedavg", 3), ("local", 2)])
