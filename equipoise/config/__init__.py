@@ -80,7 +80,9 @@ class Experiment:
         the partition and the splits, has the same value by default.
     checkpoint_every : int or None
         Rounds between checkpoints. By default there is one after round 1, and then about every ten
-        seconds. A killed run that is resumed repeats the rounds after its last checkpoint.
+        seconds, or less often if a checkpoint takes more than a second: they take about a tenth of
+        the time at most. A killed run that is resumed repeats the rounds after its last checkpoint.
+        It may be resumed with another value, and keeps the one it has otherwise.
     start : Start or None
         Where the initial model comes from, if not from the seed.
     flower : FlowerSettings

@@ -9,12 +9,15 @@ any time. :mod:`equipoise.data.cache_entries` lists and removes entries.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import secrets
 import struct
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -41,6 +44,7 @@ LOCK = ".lock"
 # A file ends with this mark, the time at which it was written, in seconds, and the digest.
 _MARK = b"equipoise mapped array 1"
 _END = struct.Struct(f"<{len(_MARK)}sQ32s")
+_SEEKING = threading.Lock()
 
 
 def cache_directory() -> Path:
@@ -103,11 +107,12 @@ class MappedArray:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            self._array, self.digest = _open(self.path)
+            # Open as long as the array is in use, which therefore survives its replacement.
+            self._file = os.open(self.path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            weakref.finalize(self, os.close, self._file)
+            self._shape, self._dtype, self._start, self.digest = _checked(self._file, self.path)
         except (OSError, ValueError) as error:
-            raise InputError(
-                f"cannot read the array in {self.path}: {error}; write it again"
-            ) from error
+            raise _unreadable(self.path, error) from error
 
     @classmethod
     def write(
@@ -174,21 +179,47 @@ class MappedArray:
     @property
     def shape(self) -> tuple[int, ...]:
         """Number of rows, then the shape of a row."""
-        return self._array.shape
+        return self._shape
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the values."""
-        return torch.from_numpy(np.empty(0, self._array.dtype)).dtype
+        return torch.from_numpy(np.empty(0, self._dtype)).dtype
 
     def __len__(self) -> int:
-        return len(self._array)
+        return self._shape[0]
 
     def __getitem__(self, positions: Tensor | NDArray[np.int64] | slice) -> Tensor:
-        chosen = positions.cpu().numpy() if isinstance(positions, Tensor) else positions
-        values = np.asarray(self._array[chosen])
-        # A slice is a view of the file, which is read-only.
-        return torch.from_numpy(values if values.flags.writeable else values.copy())
+        if isinstance(positions, slice):
+            chosen = np.arange(*positions.indices(len(self)))
+        else:
+            chosen = np.asarray(positions.cpu() if isinstance(positions, Tensor) else positions)
+            chosen = np.flatnonzero(chosen) if chosen.dtype == np.bool_ else chosen
+        rows = chosen.reshape(-1)
+        wrong = rows[(rows < -len(self)) | (rows >= len(self))]
+        if len(wrong):
+            raise IndexError(f"an array of {len(self)} rows has no row {wrong[0]}")
+        values = np.empty((*chosen.shape, *self._shape[1:]), self._dtype)
+        try:
+            self._read(rows % len(self), values)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        return torch.from_numpy(values)
+
+    def _read(self, rows: NDArray[np.int64], values: NDArray[Any]) -> None:
+        """Read rows, all that follow each other in the file at once.
+
+        The file is not mapped into memory: if a page of a mapped file cannot be read, such as after
+        an error of the disk, the system ends the process instead of raising an exception.
+        """
+        if not len(rows):
+            return
+        into, size = values.reshape(-1).view(np.uint8).data, values.nbytes // len(rows)
+        breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+        firsts, ends = [0, *breaks.tolist()], [*breaks.tolist(), len(rows)]
+        starts = (self._start + size * rows[firsts]).tolist()
+        for first, end, start in zip(firsts, ends, starts, strict=True):
+            _fill(into[first * size : end * size], self._file, start)
 
     def __repr__(self) -> str:
         return f"MappedArray({str(self.path)!r}, shape={self.shape}, dtype={self.dtype})"
@@ -284,22 +315,48 @@ def cached(
         return MappedArray.write(path, shape, dtype, blocks())
 
 
-def _open(path: Path) -> tuple[NDArray[Any], str]:
-    """Map a file into memory and return it with its digest; ValueError if it is damaged."""
-    with path.open("rb") as file:
-        status = os.fstat(file.fileno())
-        file.seek(max(0, status.st_size - _END.size))
-        end = file.read()
+def _unreadable(path: Path, error: Exception) -> InputError:
+    return InputError(f"cannot read the array in {path}: {error}; write it again")
+
+
+def _checked(file: int, path: Path) -> tuple[tuple[int, ...], np.dtype[Any], int, str]:
+    """Return shape, type, start of the values and digest of a file; ValueError if it is damaged."""
+    with open(file, "rb", closefd=False) as content:
+        status = os.fstat(file)
+        content.seek(max(0, status.st_size - _END.size))
+        end = content.read()
         if len(end) != _END.size or not end.startswith(_MARK):
             raise ValueError("it is truncated or of another kind")
         _, written, digest = _END.unpack(end)
+        content.seek(0)
         if status.st_mtime != written:
-            file.seek(0)
-            if _digest(file, status.st_size - _END.size) != digest:
+            if _digest(content, status.st_size - _END.size) != digest:
                 raise ValueError("its content is not what was written")
             with suppress(OSError):  # so that the content is not compared again
                 os.utime(path, (written, written))
-    return np.lib.format.open_memmap(path, mode="r"), digest.hex()
+            content.seek(0)
+        np.lib.format.read_magic(content)
+        shape, _, dtype = np.lib.format.read_array_header_2_0(content)
+        start = content.tell()
+    if start + math.prod(shape) * dtype.itemsize + _END.size != status.st_size:
+        raise ValueError("its size is not that of its values")
+    return shape, dtype, start, digest.hex()
+
+
+def _fill(into: memoryview, file: int, start: int) -> None:
+    """Fill memory with the bytes of a file from a place on."""
+    while into:
+        if hasattr(os, "preadv"):
+            size = os.preadv(file, [into], start)
+        else:  # on Windows, where threads share the place from which a file is read
+            with _SEEKING:
+                os.lseek(file, start, os.SEEK_SET)
+                piece = os.read(file, min(len(into), 1 << 24))
+            size = len(piece)
+            into[:size] = piece
+        if not size:
+            raise OSError("it has become shorter")
+        into, start = into[size:], start + size
 
 
 def _digest(file: IO[bytes], size: int) -> bytes:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -43,7 +44,7 @@ from equipoise.run.directory import (
     read_names,
     refuse_a_run_in,
     write_first_files,
-    write_longer_config,
+    write_other_config,
 )
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.files import save_tensors, sole_writer, write_atomically
@@ -57,7 +58,7 @@ from equipoise.run.processes import (
     started,
     started_by_torchrun,
 )
-from equipoise.run.resuming import identity_of, open_run, refuse_to_lengthen
+from equipoise.run.resuming import identity_of, nothing_left, open_run, refuse_to_lengthen
 from equipoise.run.start import Start, start_from
 from equipoise.run.trained import (
     chosen_model,
@@ -71,6 +72,7 @@ from equipoise.run.trained import (
 )
 from equipoise.run.trainer import MakeEngine, Progress, Trainer
 
+log = logging.getLogger("equipoise")
 # What train() takes besides names.
 _OBJECTS = {"method": "a Method", "model": "an nn.Module"}
 
@@ -250,10 +252,14 @@ def train(
         Whether to resume the run in the directory. If there is none, a new run starts. If
         ``rounds`` is larger than before, the run is made longer. The results are those of a run
         that had this length from the start. An error is raised if they would differ, because the
-        schedule or the method depends on the number of rounds.
+        schedule or the method depends on the number of rounds. If ``evaluation.patience`` has ended
+        the run, nothing is left to train, and a warning says so.
     checkpoint_every : int, optional
         Rounds between checkpoints. By default there is one after round 1, and then about every ten
-        seconds. A killed run that is resumed repeats the rounds after its last checkpoint.
+        seconds, or less often if a checkpoint takes more than a second: they take about a tenth of
+        the time at most. A killed run that is resumed repeats the rounds after its last checkpoint.
+        Results do not depend on it, so a run may be resumed with another value. Without one it
+        keeps the value it has.
     start : path, mapping or Start, optional
         The initial model: the directory of another run, a safetensors file, or a mapping with
         ``path`` and the ``parts`` to load; see :class:`equipoise.run.start.Start`.
@@ -354,7 +360,7 @@ def train(
         # Processes that torchrun has started wait already, and must hear of errors.
         waiting = processes > 1 and started_by_torchrun()
         team = until_done.enter_context(joined(work)) if waiting else None
-        config, finished, longer = open_run(
+        config, finished, longer, every_before = open_run(
             directory, config, federation, machine, module, begun, resume, attached, processes
         )
         if longer and directory:
@@ -384,18 +390,25 @@ def train(
         )
         if directory:
             trainer.identity = identity_of(config)
+            trainer.older_identity = identity_of(config, every_before)
         there = directory is not None and directory.exists()
         if directory and there:
             until_done.enter_context(sole_writer(directory))
         if directory and (finished or (longer and (directory / SUMMARY).exists())):
             verify(directory)
         if longer and directory:
-            write_longer_config(directory, config_bytes(config), attached)
+            write_other_config(directory, config_bytes(config), attached)
         if resume:
-            trainer.restore_checkpoint(finished=finished)
-        if longer:
+            trainer.restore_checkpoint(finished=finished, every=every_before)
+        if directory and not longer and config["checkpoint_every"] != every_before:
+            # When the journals have been rewound: until then, the rounds in them had the other one.
+            write_other_config(directory, config_bytes(config), attached)
+        if longer and directory:
             # Checkpoints of older versions do not say that the shorter run was stopped.
             trainer.stopped = None
+            if evaluation.patience and trainer.evaluator.out_of_patience:
+                ended = trainer.state.round
+                log.warning(nothing_left(directory, ended, training.rounds, evaluation.patience))
         trainer.begin()
         if chosen is None:
             measures = machine.chunk == "measure" and training.rounds > 0
@@ -598,7 +611,10 @@ def _checked(settings: S | Mapping[str, Any] | None, kind: type[S], name: str) -
         valid = [f"{name}.{field}" for field in _fields(kind)]
         for key in settings:
             if f"{name}.{key}" not in valid:
-                raise unknown("key", f"{name}.{key}", valid, where="train()")
+                # That package reads this module. Only errors need it.
+                from equipoise.config.suggesting import unknown_key
+
+                raise unknown_key(f"{name}.{key}", valid, where="train()")
         return kind(**_converted(settings))
     if settings is not None and not isinstance(settings, kind):
         raise InputError(
@@ -637,15 +653,20 @@ def _training(
 
 def _unknown_argument(key: str, value: Any, method: str | Mapping[str, Any] | Method) -> InputError:
     """Return the error for an unknown argument of ``train``. It says where the key belongs."""
-    given = f"{key!r}: {value!r}}}"
+    # That package reads this module. Only errors need it.
+    from equipoise.config.suggesting import setting_called
+
+    called = setting_called(key)
+    meant = (called or key).rpartition(".")[2]
+    given = f"{meant!r}: {value!r}}}"
     chosen = method.get("name") if isinstance(method, Mapping) else getattr(method, "name", method)
     takers = [name for name in methods.names() if key in methods.options_of(name)]
     belongs = None
-    if key in OPTIMIZER_OPTIONS:
+    if meant in OPTIMIZER_OPTIONS:
         belongs = f"an option of the optimizer: optimizer={{'name': 'sgd', {given}"
-    elif key in _fields(Evaluation):
+    elif meant in _fields(Evaluation):
         belongs = f"a setting of the evaluation: evaluation={{{given}"
-    elif key in _fields(Machine):
+    elif meant in _fields(Machine):
         belongs = f"a setting of the machine: machine={{{given}"
     elif takers:
         shown = [chosen] if chosen in takers else takers[:3]
@@ -654,4 +675,6 @@ def _unknown_argument(key: str, value: Any, method: str | Mapping[str, Any] | Me
         return InputError(f"unknown setting {key!r} in train(); it is {belongs}")
     arguments = inspect.signature(train).parameters.values()
     named = [one.name for one in arguments if one.kind is one.KEYWORD_ONLY]
-    return unknown("setting", key, [*_fields(Training), *named], where="train()")
+    valid = [*_fields(Training), *named]
+    elsewhere = [meant if meant in valid else called] if called else ()
+    return unknown("setting", key, valid, where="train()", elsewhere=elsewhere)

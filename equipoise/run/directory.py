@@ -56,8 +56,8 @@ def _columns_of(federation: Federation) -> Columns | None:
     return getattr(federation, "columns", None)
 
 
-def write_longer_config(directory: Path, config: bytes, attached: Mapping[str, bytes]) -> None:
-    """Write the configuration of a longer run.
+def write_other_config(directory: Path, config: bytes, attached: Mapping[str, bytes]) -> None:
+    """Write the configuration of a run that goes on with more rounds or with other checkpoints.
 
     The order matters: a run with a summary is complete, and a configuration that differs from its
     checksum is damaged. So both configurations have a checksum until the old one is replaced.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 
 from equipoise.errors import RunError
 from equipoise.tree import Tree
@@ -78,11 +78,15 @@ def write_atomically(path: Path, content: bytes) -> None:
     >>> path.read_bytes()
     b'hello'
     """
+    _replace(path, lambda beside: beside.write_bytes(content))
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Replace a file with the one that ``write`` makes beside it, once that one is on disk."""
     beside = path.with_name(path.name + ".tmp")
     try:
-        with beside.open("wb") as file:
-            file.write(content)
-            file.flush()
+        write(beside)
+        with beside.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)
         folder = os.open(path.parent, os.O_RDONLY)
@@ -90,11 +94,12 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         # An incomplete file is useless and may fill the disk.
         with suppress(OSError):
             beside.unlink(missing_ok=True)
-        raise RunError(f"cannot write {path}: {error.strerror or error}") from error
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise RunError(f"cannot write {path}: {reason or error}") from error
 
 
 def save_tensors(path: Path, tensors: Tree, note: Mapping[str, Any] | None = None) -> None:
@@ -124,7 +129,8 @@ def save_tensors(path: Path, tensors: Tree, note: Mapping[str, Any] | None = Non
     # follows the note, so that no single damaged bit makes the file look like one of an older
     # version, which has no checksum.
     metadata = {_KEY: f"{text} sha256={_checksum(plain, text)}"}
-    write_atomically(path, save(plain, metadata))
+    # Written from where the tensors are: the states of large runs are as large as the memory left.
+    _replace(path, lambda beside: save_file(plain, beside, metadata))
 
 
 def _checksum(tensors: Tree, note: str) -> str:

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,7 +33,29 @@ from equipoise.run.directory import (
 )
 from equipoise.run.plain import first_difference
 from equipoise.run.processes import threads_of_each
+from equipoise.text import plural
 from equipoise.tree import Tree, digest
+
+
+class Opened(NamedTuple):
+    """What :func:`open_run` has found.
+
+    Attributes
+    ----------
+    config : dict
+        The complete configuration.
+    finished : bool
+        Whether the run in the directory is finished.
+    longer : bool
+        Whether it is made longer.
+    checkpoint_every : int or None
+        The setting with which its journals so far were written. ``config`` may have another one.
+    """
+
+    config: dict[str, Any]
+    finished: bool
+    longer: bool
+    checkpoint_every: int | None
 
 
 def open_run(
@@ -46,11 +68,8 @@ def open_run(
     resume: bool,
     attached: Mapping[str, bytes],
     processes: int,
-) -> tuple[dict[str, Any], bool, bool]:
-    """Complete the configuration and check the directory.
-
-    Return whether the run in it is finished, and whether it is made longer.
-    """
+) -> Opened:
+    """Complete the configuration and check the directory."""
     resolved = {
         "equipoise": equipoise.__version__,
         "torch": torch.__version__,
@@ -70,8 +89,9 @@ def open_run(
     if begun:
         resolved["start"] = digest(begun)
     config = {**config, "resolved": resolved}
+    new = Opened(config, False, False, config["checkpoint_every"])
     if directory is None:
-        return config, False, False
+        return new
     if (directory / CONFIG).exists():
         if not resume:
             refuse_a_run_in(directory)
@@ -86,17 +106,11 @@ def open_run(
         if is_frozen_digest(found["resolved"]["frozen"], module):
             found["resolved"]["frozen"] = resolved.get("frozen")
         _keep_processes(found, config)
-        if config["checkpoint_every"] is None:
-            # Results do not depend on it, and older versions had another default.
-            config["checkpoint_every"] = found["checkpoint_every"]
         before, asked = (given["training"]["rounds"] for given in (found, config))
         longer = before < asked
         if longer:
             found["training"]["rounds"] = asked
-        # Trackers are not part of the experiment.
-        there, here = (
-            {**given, "tracking": None} for given in (found, json.loads(json.dumps(config)))
-        )
+        there, here = (_experiment(given) for given in (found, json.loads(json.dumps(config))))
         if difference := first_difference(there, here):
             # Runs of older versions differ in settings that did not exist. The error about the
             # version is clearer.
@@ -126,16 +140,18 @@ def open_run(
                 f"the run in {directory} is finished, but its {CHECKPOINT} is missing; its results "
                 "are intact and there is nothing to resume. equipoise.load reads its models"
             )
-        return (
-            {**config, "resolved": resolved | ({"chunk": chunk} if chunk else {})},
-            finished and not longer,
-            longer,
-        )
+        every: int | None = found["checkpoint_every"]
+        goes_on = longer or not finished
+        if config["checkpoint_every"] is None or not goes_on:
+            config["checkpoint_every"] = every
+        if chunk:
+            config["resolved"] = resolved | {"chunk": chunk}
+        return Opened(config, not goes_on, longer, every)
     if directory.exists() and (
         not directory.is_dir() or not all(left_over(p, attached) for p in directory.iterdir())
     ):
         raise InputError(f"{directory} exists and is not a run directory; choose another")
-    return config, False, False
+    return new
 
 
 def _keep_processes(found: Mapping[str, Any], config: dict[str, Any]) -> None:
@@ -175,6 +191,39 @@ def refuse_to_lengthen(directory: Path, training: Training, method: Method, *, b
         )
 
 
+def nothing_left(directory: Path, ended: int, rounds: int, patience: int) -> str:
+    """Say why a run that ``evaluation.patience`` has ended does not become longer.
+
+    Parameters
+    ----------
+    directory : Path
+        The run directory.
+    ended : int
+        The round after which the run ended.
+    rounds : int
+        How many rounds it should have now.
+    patience : int
+        Its ``evaluation.patience``.
+
+    Returns
+    -------
+    str
+        With what to change instead.
+
+    Examples
+    --------
+    >>> nothing_left(Path("runs/a"), 12, 200, 5)  # doctest: +ELLIPSIS
+    'nothing is left to train in runs/a: with training.rounds of 200, too, the run ends after round
+    12, because 5 evaluations brought no better value (evaluation.patience); for more rounds, ...'
+    """
+    return (
+        f"nothing is left to train in {directory}: with training.rounds of {rounds}, too, the run "
+        f"ends after round {ended}, because {plural(patience, 'evaluation')} brought no better "
+        "value (evaluation.patience); for more rounds, start again in another directory with a "
+        "larger evaluation.patience or without it"
+    )
+
+
 def _check_code(directory: Path, attached: Mapping[str, bytes]) -> None:
     """Refuse to resume a run with other code than that with which it started."""
     for name, content in attached.items():
@@ -191,16 +240,29 @@ def _check_code(directory: Path, attached: Mapping[str, bytes]) -> None:
             )
 
 
-def identity_of(config: Mapping[str, Any]) -> str:
-    """Return a hash of a run's settings without its number of rounds and its trackers."""
+def identity_of(config: Mapping[str, Any], checkpoint_every: int | None = None) -> str:
+    """Return a hash of a run's settings without those that may differ when it is resumed.
+
+    ``checkpoint_every``: the setting of this name, which the hashes of older versions contain.
+    """
     resolved = {
         name: value
         for name, value in config["resolved"].items()
         if name not in ("clients", "chunk")
     }
     training = {name: value for name, value in config["training"].items() if name != "rounds"}
-    same = {**config, "resolved": resolved, "training": training, "tracking": None}
+    same = {
+        **_experiment(config),
+        "checkpoint_every": checkpoint_every,
+        "resolved": resolved,
+        "training": training,
+    }
     return sha256(json.dumps(same, sort_keys=True).encode())[:16]
+
+
+def _experiment(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the settings on which no result depends."""
+    return {**config, "tracking": None, "checkpoint_every": None}
 
 
 def _architecture(module: nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -55,8 +56,10 @@ from equipoise.run.round_rows import (
 from equipoise.run.round_steps import RoundSteps
 from equipoise.run.save_times import SaveTimes
 from equipoise.run.summary import summary_of
+from equipoise.text import plural
 from equipoise.tree import Tree
 
+log = logging.getLogger("equipoise")
 _BYTES_OF_A_REPORT = 8
 # The report from which the variance of gaps is computed.
 _GAPS = "val_loss_after"
@@ -206,7 +209,11 @@ class Trainer:
         self._listeners = Listeners()
         # A hash of the run's configuration, which its checkpoints contain.
         self.identity = ""
+        # The one that checkpoints of older versions contain instead.
+        self.older_identity = ""
         self._saved_round = 0
+        # Rounds whose aggregation has set nothing of what clients sent.
+        self._without_step = 0
         self._kept = KeptModels(directory)
         self._if_longer: dict[str, Any] | None = None
         self._later = LaterRounds(self.engine.network.device, self._append)
@@ -259,11 +266,27 @@ class Trainer:
                     progress = self._round()
                     if on_round:
                         on_round(progress)
+                self._warn_of_no_step()
             finally:
                 try:
                     self._later.finish()
                 finally:
                     self.metrics.flush()
+
+    def _warn_of_no_step(self) -> None:
+        """Warn if clients have sent models and the global model is still the initial one.
+
+        Single rounds may leave it as it is: an aggregation may collect updates of several rounds.
+        """
+        if self._without_step and self._without_step == self.state.round:
+            aggregation = self.method.aggregation
+            log.warning(
+                "the global model is still the initial one: combine of aggregation %r has set none "
+                "of its tensors in %s; valid: state.with_global(mix(updates, cohort.prior)) or the "
+                "like",
+                aggregation.name or type(aggregation).__name__,
+                plural(self.state.round, "round"),
+            )
 
     @property
     def _ends_early(self) -> bool:
@@ -363,7 +386,10 @@ class Trainer:
         if guard is not None:
             prepared, updates, cohort = steps.screen(guard, prepared, sent, trained, cohort)
             clock.lap("guard")
+        before = self.state.model
         self.state, updates, cohort = steps.combine(prepared, updates, cohort)
+        if updates.param_names and all(t is before[n] for n, t in self.state.model.items()):
+            self._without_step += 1
         clock.lap("combine")
         self._trains.commit(cohort)
         return _Combined(
@@ -552,29 +578,32 @@ class Trainer:
         """Write everything that the next round depends on, after the journals are on disk."""
         if self.directory is None:
             return
-        note = {
-            **progress_note(self.bytes, self.evaluator.standing, self.journals),
-            **(
-                {"stopped": self.stopped, "stopped_rounds": self.training.rounds}
-                if self.stopped
-                else {}
-            ),
-            "run": self.identity,
-            "total_was_read": self._total_was_read,
-        }
-        if self._if_longer is not None:
-            note[IF_LONGER] = self._if_longer
-        Checkpoint(self.state, self.engine.export(), note).save(self.directory)
+        with self._save_times.saving():
+            note = {
+                **progress_note(self.bytes, self.evaluator.standing, self.journals),
+                **(
+                    {"stopped": self.stopped, "stopped_rounds": self.training.rounds}
+                    if self.stopped
+                    else {}
+                ),
+                "run": self.identity,
+                "total_was_read": self._total_was_read,
+            }
+            if self._if_longer is not None:
+                note[IF_LONGER] = self._if_longer
+            Checkpoint(self.state, self.engine.export(), note).save(self.directory)
         self._saved_round = self.state.round
-        self._save_times.saved()
 
-    def restore_checkpoint(self, *, finished: bool = False) -> None:
+    def restore_checkpoint(self, *, finished: bool = False, every: int | None = None) -> None:
         """Resume from the last checkpoint of the directory, or start if there is none yet.
 
         Parameters
         ----------
         finished : bool
             Whether the run is finished. Then no file is changed.
+        every : int, optional
+            The rounds between checkpoints of the run so far; see
+            :class:`~equipoise.run.save_times.SaveTimes`.
 
         Raises
         ------
@@ -587,7 +616,7 @@ class Trainer:
         note: dict[str, Any] = {}
         found = read_checkpoint(self.directory, self.state, self.engine.network.device)
         if found is None:
-            first_saved = self._save_times.every or 1
+            first_saved = every or 1
             if any(row["round"] > first_saved for row in self.rounds.complete()):
                 raise RunError(
                     f"{self.directory} has journals of past rounds but no checkpoint, so the run "
@@ -595,7 +624,7 @@ class Trainer:
                     "start again in another directory"
                 )
         else:
-            if found.note.get("run", self.identity) != self.identity:
+            if found.note.get("run", self.identity) not in (self.identity, self.older_identity):
                 raise RunError(
                     f"{self.directory / CHECKPOINT} is the checkpoint of another run; restore the "
                     "file that belongs to this run"

@@ -54,9 +54,8 @@ def _difference(directory: Path, job: Job) -> str | None:
     wanted.pop("flower", None)
     # Results do not depend on trackers and checkpoints, and on processes by rounding only.
     found.pop("tracking", None)
-    if wanted["checkpoint_every"] is None:
-        wanted["checkpoint_every"] = found["checkpoint_every"]
     for given in (found, wanted):
+        given.pop("checkpoint_every", None)
         given["machine"].pop("processes", None)
     return first_difference(found, wanted)
 

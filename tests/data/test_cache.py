@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from equipoise.data.cache import MappedArray, cache_directory, cached
+from equipoise.data.cache import _END, MappedArray, _head, cache_directory, cached
 from equipoise.errors import InputError, RunError
 from equipoise.samples import Samples
 
@@ -78,6 +78,63 @@ def test_the_file_is_an_ordinary_npy_file(tmp_path):
     assert np.array_equal(np.load(tmp_path / "a.npy"), VALUES.float().numpy())
     vector = write(tmp_path / "b.npy", torch.arange(10))
     assert np.load(tmp_path / "b.npy").tolist() == list(range(10)) == vector[:].tolist()
+
+
+@pytest.mark.parametrize("system", ["linux", "windows"])
+@pytest.mark.parametrize(
+    "positions",
+    [
+        slice(None),
+        slice(40, 3, -9),
+        slice(9, 9),
+        torch.tensor([-1, 0, -50]),
+        torch.tensor([[3, 4], [5, 6], [8, 9]]),
+        torch.tensor([], dtype=torch.int64),
+        torch.arange(50) % 3 == 0,
+        np.array([7, 7, 8]),
+    ],
+    ids=str,
+)
+def test_rows_are_those_of_numpy(tmp_path, monkeypatch, positions, system):
+    if system == "windows":
+        monkeypatch.delattr(os, "preadv")
+    chosen = positions.numpy() if isinstance(positions, torch.Tensor) else positions
+    for values in (VALUES, VALUES[:, 0, 0, 0].double()):
+        found = write(tmp_path / "a.npy", values)[positions]
+        assert np.array_equal(found.numpy(), values.numpy()[chosen])
+        assert found.dtype == values.dtype
+
+
+@pytest.mark.parametrize("position", [50, -51])
+def test_there_are_no_rows_beyond_the_last(tmp_path, position):
+    with pytest.raises(IndexError, match=f"^an array of 50 rows has no row {position}$"):
+        write(tmp_path / "a.npy")[torch.tensor([0, position])]
+
+
+CUT = """
+import os, sys
+import torch
+from equipoise.data.cache import MappedArray
+from equipoise.errors import InputError
+
+array = MappedArray.write(sys.argv[1], (64, 1 << 16), torch.uint8, [torch.ones(64, 1 << 16).byte()])
+os.truncate(sys.argv[1], 1 << 20)
+for positions in (slice(None), torch.tensor([3, 60])):
+    try:
+        print(array[positions].sum())
+    except InputError as error:
+        print(error)
+"""
+
+
+def test_a_file_that_becomes_shorter_in_use_does_not_end_the_process(tmp_path):
+    """With a mapped file, the system sends the signal SIGBUS."""
+    done = subprocess.run(
+        [sys.executable, "-c", CUT, tmp_path / "a.npy"], stdout=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 0
+    said = f"cannot read the array in {tmp_path / 'a.npy'}: it has become shorter; write it again\n"
+    assert done.stdout == 2 * said
 
 
 def test_what_is_read_may_be_changed_and_the_file_stays_as_it_is(tmp_path):
@@ -178,6 +235,10 @@ def damage(path, how):
         path.write_bytes(b"")
     elif how == "plain npy":
         np.save(path, VALUES.numpy())
+    elif how == "more rows than values":
+        head = _head((51, *VALUES.shape[1:]), VALUES.dtype)
+        path.write_bytes(head + content[len(head) :])
+        os.utime(path, (os.stat(path).st_atime, _END.unpack(content[-_END.size :])[1]))
     elif how == "text":
         path.write_text("no array\n" * 100)
     elif how == "directory":
@@ -198,6 +259,7 @@ DAMAGES = [
     "head only",
     "empty",
     "plain npy",
+    "more rows than values",
     "text",
     "first value",
     "head",
@@ -334,28 +396,28 @@ print(int(array[:].sum()), array.digest)
 """
 
 
-def test_processes_that_want_the_same_array_at_once_get_it(cache, tmp_path):
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path / "made")],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(3)
-    ]
+def start(program, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, arguments)], stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_processes_that_want_the_same_array_at_once_get_it(cache, tmp_path, locks):
+    without = "import equipoise.data.cache as cache\ncache.fcntl = None\n"
+    program = WRITER if locks else without + WRITER
+    started = [start(program, tmp_path / "made") for _ in range(3)]
     said = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0, 0]
     assert len(set(said)) == 1
     assert said[0].split()[0] == str(5 * 1000 * (0 + 1 + 2 + 3))
-    # Locks make the others wait for the first.
-    assert (tmp_path / "made").read_text() == "made\n"
+    if locks:  # they make the others wait for the first
+        assert (tmp_path / "made").read_text() == "made\n"
     assert [path.name for path in (cache / "arrays").iterdir()] == [f"{KEY}.npy"]
 
 
 def test_a_killed_writer_leaves_no_entry_and_blocks_nobody(cache, tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path / "made")], stdout=subprocess.PIPE
-    )
+    process = start(WRITER, tmp_path / "made")
     deadline = time.monotonic() + 60
     while not (tmp_path / "made").exists() and time.monotonic() < deadline:
         time.sleep(0.05)

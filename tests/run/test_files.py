@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from equipoise.errors import RunError
 from equipoise.run.files import Journal, load_tensors, save_tensors, sole_writer, write_atomically
+from tests.peak import PEAK
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path):
@@ -88,6 +90,44 @@ def test_the_content_is_durable_before_it_takes_the_place_of_the_old(tmp_path, m
     write_atomically(tmp_path / "note", b"content")
     # The file, its new name, and the folder with the name.
     assert calls == ["fsync", "replace", "fsync"]
+
+
+def test_a_file_of_tensors_that_does_not_fit_leaves_the_old_one(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_tensors(path, {"w": torch.ones(2)})
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(RunError, match=r"cannot write .*model\.safetensors: .*File too large"):
+            save_tensors(path, {"w": torch.ones(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [(entry.name, entry.read_bytes()) for entry in tmp_path.iterdir()] == [
+        (path.name, before)
+    ]
+
+
+SAVER = """
+import sys, torch
+from pathlib import Path
+from equipoise.run.files import save_tensors
+tensors = {str(number): torch.ones(1 << 22) for number in range(16)}
+save_tensors(Path(sys.argv[1]), {"w": torch.ones(2)})
+before = peak()
+save_tensors(Path(sys.argv[1]), tensors)
+print(peak() - before)
+"""
+
+
+def test_tensors_are_written_without_a_copy_of_the_file(tmp_path):
+    grown = subprocess.run(
+        [sys.executable, "-c", PEAK + SAVER, tmp_path / "w"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert (tmp_path / "w").stat().st_size > 1 << 28
+    assert int(grown) < 1 << 26
 
 
 def test_tensors_and_their_note_come_back(tmp_path):

@@ -11,6 +11,7 @@ import yaml
 
 from equipoise import Evaluation
 from equipoise.errors import InputError
+from equipoise.metrics import Metric
 from equipoise.optimizers import Schedule
 from equipoise.run import api
 from equipoise.run.api import read_config
@@ -108,7 +109,7 @@ def stop_before(monkeypatch, step):
 
     A killed process leaves the same files: nothing is written or removed because of the exception.
     """
-    real, count = api.write_longer_config, 0
+    real, count = api.write_other_config, 0
 
     def counted(change):
         def stepped(*arguments, **options):
@@ -126,7 +127,7 @@ def stop_before(monkeypatch, step):
                 patched.setattr(os, name, counted(getattr(os, name)))
             real(*arguments)
 
-    monkeypatch.setattr(api, "write_longer_config", lengthen)
+    monkeypatch.setattr(api, "write_other_config", lengthen)
 
 
 @pytest.mark.parametrize("rounds", [3, 2], ids=["longer", "as before"])
@@ -158,6 +159,27 @@ def test_a_run_keeps_its_checksums_wherever_its_lengthening_is_stopped(
             lines = (directory / "SHA256SUMS").read_text().splitlines()
             assert len(lines) == len(names), "only one configuration has a checksum"
     assert set(found) == {2, 3}, "stopped before and after the configuration was replaced"
+
+
+def test_a_run_that_patience_ended_says_that_nothing_is_left(tmp_path, caplog):
+    how = {"evaluation": Evaluation(patience=1)}
+    made = small_run(tmp_path / "run", **how, rounds=100).summary["rounds"]
+    assert made < 100
+    before = promised(tmp_path / "run")
+    small_run(tmp_path / "run", **how, rounds=200, resume=True)
+    assert promised(tmp_path / "run") == before
+    (said,) = caplog.messages
+    assert said.startswith(f"nothing is left to train in {tmp_path / 'run'}: with training.rounds")
+    assert f"ends after round {made}, because 1 evaluation brought no better value" in said
+
+
+def test_patience_that_only_the_shorter_run_has_lost_is_not_mentioned(tmp_path, caplog):
+    """The longer run does not make the last evaluation of the shorter one."""
+    constant = Metric(function=lambda output, y: 1.0, name="constant", higher_is_better=True)
+    how = {"evaluation": Evaluation(every=2, metrics=[constant], select_by="constant", patience=1)}
+    assert small_run(tmp_path / "run", **how, rounds=3).summary["rounds"] == 3
+    assert small_run(tmp_path / "run", **how, rounds=8, resume=True).summary["rounds"] == 4
+    assert caplog.messages == []
 
 
 def test_an_evaluated_initial_model_is_trained(tmp_path):

@@ -16,9 +16,10 @@ from equipoise.cli.show.run import show_run
 from equipoise.errors import InputError, RunError
 from equipoise.models.base import Model
 from equipoise.optimizers import optimizer_named
-from equipoise.run import save_times
+from equipoise.run import api, save_times
 from equipoise.run.files import load_tensors
 from equipoise.run.trainer import Trainer
+from tests.run.killing import contents
 from tests.run.small import PROMISED, TRAINING, Stop, promised, rows_of, small_run, stop_after
 
 METHODS = ["fedavg", "scaffold", "local", "fedadam"]
@@ -93,6 +94,7 @@ def test_by_default_a_run_repeats_the_rounds_of_the_last_seconds(
     seconds, repeated, undisturbed, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(save_times, "SECONDS", seconds)
+    monkeypatch.setattr(save_times, "TIMES", 0.0)
     how, seen = {"method": "scaffold", "checkpoint_every": None}, []
     with pytest.raises(Stop):
         small_run(tmp_path / "run", **how, on_round=stop_after(5))
@@ -103,20 +105,69 @@ def test_by_default_a_run_repeats_the_rounds_of_the_last_seconds(
     assert promised(tmp_path / "run") == promised(undisturbed(**how))
 
 
-def test_a_run_keeps_its_checkpoints_unless_others_are_asked_for(undisturbed, tmp_path):
-    """Older versions had another default."""
-    with pytest.raises(Stop):
-        small_run(tmp_path / "run", checkpoint_every=2, on_round=stop_after(5))
+@pytest.mark.parametrize(
+    ("begun_with", "asked", "in_force", "rounds"),
+    [
+        (2, None, 2, [5, 5, 6, 7]),
+        (2, 3, 3, [5, 5, 6, 7]),
+        (None, 1000, 1000, [2, 2, 3, 4, 5, 6, 7]),
+        # A run without any checkpoint starts again.
+        (1000, 1, 1, [1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_a_run_keeps_its_checkpoints_unless_others_are_asked_for(
+    begun_with, asked, in_force, rounds, undisturbed, tmp_path
+):
     seen = []
-    small_run(
-        tmp_path / "run",
-        checkpoint_every=None,
-        resume=True,
-        on_round=lambda progress: seen.append(progress.round),
+
+    def stop_at_once(progress):
+        seen.append(progress.round)
+        raise Stop
+
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", checkpoint_every=begun_with, on_round=stop_after(5))
+    how = {"resume": True, "checkpoint_every": asked, "on_round": stop_at_once}
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", **how)
+    # What was asked for stays in force.
+    how |= {"checkpoint_every": None, "on_round": lambda progress: seen.append(progress.round)}
+    small_run(tmp_path / "run", **how)
+    assert seen == rounds
+    assert promised(tmp_path / "run") == promised(undisturbed(checkpoint_every=in_force))
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config["checkpoint_every"] == in_force
+
+
+def test_a_lost_checkpoint_is_noticed_with_other_checkpoints_too(tmp_path):
+    with pytest.raises(Stop):
+        small_run(tmp_path / "run", checkpoint_every=1, on_round=stop_after(3))
+    (tmp_path / "run" / "checkpoint.safetensors").unlink()
+    before = contents(tmp_path / "run")
+    with pytest.raises(RunError, match="journals of past rounds but no checkpoint"):
+        small_run(tmp_path / "run", checkpoint_every=1000, resume=True)
+    assert contents(tmp_path / "run") == before
+
+
+def test_other_checkpoints_change_nothing_in_a_finished_run(tmp_path):
+    small_run(tmp_path / "run", checkpoint_every=3)
+    before = contents(tmp_path / "run")
+    assert (
+        small_run(tmp_path / "run", checkpoint_every=2, resume=True).config["checkpoint_every"] == 3
     )
-    assert seen == [5, 6, 7]
-    assert promised(tmp_path / "run") == promised(undisturbed(checkpoint_every=2))
-    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["checkpoint_every"] == 2
+    assert contents(tmp_path / "run") == before
+
+
+def test_checkpoints_of_older_versions_contain_their_distance(tmp_path, monkeypatch):
+    """They are still resumed: their hash of the settings contains the setting."""
+    with monkeypatch.context() as older:
+        identity_of = api.identity_of
+        older.setattr(
+            api, "identity_of", lambda config, *_: identity_of(config, config["checkpoint_every"])
+        )
+        with pytest.raises(Stop):
+            small_run(tmp_path / "run", checkpoint_every=2, on_round=stop_after(3))
+    small_run(tmp_path / "run", checkpoint_every=None, resume=True)
+    assert (tmp_path / "run" / "summary.json").exists()
 
 
 @pytest.mark.parametrize("checkpoint_every", [1, 3])
