@@ -9,6 +9,7 @@ from equipoise.data.encode import encoded_samples
 from equipoise.engine.arithmetic import exact_arithmetic
 from equipoise.engine.chunking import samples_an_encoding
 from equipoise.engine.data import DeviceData
+from equipoise.engine.lookups import check_lookups
 from equipoise.engine.model_trial import try_out
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine, Training
@@ -45,7 +46,9 @@ def open_data(
     data = DeviceData(federation, device, dtype)
     if not len(data):
         return data
-    try_out(network, *data.fetch(torch.arange(min(3, len(data)))), federation.outputs)
+    tried = torch.arange(min(3, len(data)))
+    check_lookups(network, federation, tried)
+    try_out(network, *data.fetch(tried), federation.outputs)
     for part in network.given.modules():
         if isinstance(part, Model):
             part.check_samples(federation.x)

@@ -99,6 +99,31 @@ def checked_metrics(task: Task, output: Tensor, y: Tensor) -> tuple[str, ...]:
 
 
 @contextmanager
+def naming(x: Tensor, what: str = "a sample") -> Iterator[None]:
+    """Turn errors of a model inside a ``with`` block into errors that describe its samples."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
+        taken = f"x holds {str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape[1:])}"
+        advised = ""
+        if isinstance(error, IndexError) and not x.is_floating_point():
+            least, most = int(x.min()), int(x.max())
+            advised = (
+                f"; has an embedding fewer rows than {most + 1}?"
+                if least >= 0
+                else f"; an embedding has no row {least}"
+            )
+        elif not x.is_floating_point():
+            advised = (
+                "; most models need floating point, such as x / 255 for images (data 'imagefolder' "
+                "has the option scaled)"
+            )
+        raise InputError(f"the model cannot take {what}: {taken}{advised} ({error})") from error
+
+
+@contextmanager
 def counting(module: nn.Module) -> Iterator[list[int]]:
     """Count the output elements of all layers in this context."""
     counted = [0]

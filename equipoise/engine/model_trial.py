@@ -17,6 +17,7 @@ from equipoise.engine.model_checks import (
     checked_metrics,
     counting,
     known_to_stack,
+    naming,
     random_states,
 )
 from equipoise.engine.network import Network
@@ -65,7 +66,7 @@ def try_out(network: Network, x: Tensor, y: Tensor, outputs: int) -> None:
     refuse_bytes(network.module, x)
     trial = _Trial(network, x)
     network.functions = functions = Carried()
-    with _without_autocast(network), _naming(x):
+    with _without_autocast(network), naming(x):
         trial.encode()
         trial.decide_composition()
         trial.check_outputs(y, outputs)
@@ -87,26 +88,6 @@ def _without_autocast(network: Network) -> Iterator[None]:
         yield
     finally:
         network.autocast = lowered
-
-
-@contextmanager
-def _naming(x: Tensor) -> Iterator[None]:
-    """Turn errors of a model inside a ``with`` block into errors that describe its samples."""
-    try:
-        yield
-    except InputError:
-        raise
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError) as error:
-        taken = f"x holds {str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape[1:])}"
-        advised = ""
-        if isinstance(error, IndexError) and not x.is_floating_point():
-            advised = f"; has an embedding fewer rows than {int(x.max()) + 1}?"
-        elif not x.is_floating_point():
-            advised = (
-                "; most models need floating point, such as x / 255 for images (data 'imagefolder' "
-                "has the option scaled)"
-            )
-        raise InputError(f"the model cannot take a sample: {taken}{advised} ({error})") from error
 
 
 class _Trial:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from equipoise.models.kernel_tools import high_part, low_part
+from equipoise.models.kernel_tools import high_part, low_part, split_product
 
 # Where entries of a kernel begin to be counted. Places and channels follow from an entry's number
 # by division. If the compiler knows that the number is small, it divides in 8 bits, two numbers at
@@ -288,10 +288,7 @@ def convolution(
         factors = tl.load(at, mask=wanted, other=0.0)
         if PRECISION == "split":
             low = tl.load(at + low_parts, mask=wanted, other=0.0)
-            high = high_part(values)
-            part = tl.dot(low_part(values, high), tl.trans(factors), input_precision="tf32")
-            part = tl.dot(high, tl.trans(low), part, input_precision="tf32")
-            total += tl.dot(high, tl.trans(factors), part, input_precision="tf32")
+            total += split_product(values, factors, low)
         elif PRECISION == "bfloat16":
             total = tl.dot(values.to(tl.bfloat16), tl.trans(factors), total)
         elif PRECISION == "tf32":

@@ -8,13 +8,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from equipoise.models import patches
 from equipoise.models.cpu_convolutions import convolve
 from equipoise.models.dropout import Dropout
 from equipoise.models.frozen import transforms
 from equipoise.models.kernel_modules import module_with_triton
 from equipoise.models.norm_layers import BatchNorm
 from equipoise.models.passes import current_pass, kernels_for_pass, stacked_on_gpu, wide_on_gpu
-from equipoise.models.patches import PatchProduct
 from equipoise.models.replacing import adopt, has_hooks
 
 # From this ratio on, channels innermost pay on a CPU. Measured with ResNet-18, whose layers are
@@ -120,12 +120,15 @@ class Convolution(nn.Conv2d):
     def _by_pytorch(self, x: Tensor) -> Tensor:
         if self.groups > 1 or self.dilation != (1, 1):
             return super().forward(x)
-        how = cast("tuple[int, int]", self.stride), cast("tuple[int, int]", self.padding)
-        return convolve(x, self.weight, self.bias, *how)
+        return convolve(x, self.weight, self.bias, *self._how())
 
     def _by_patches(self, x: Tensor) -> Tensor:
-        y, _ = PatchProduct.apply(x, self.weight, self.stride, self.padding)
+        y = patches.convolve(x, self.weight, *self._how())
         return y if self.bias is None else y + self.bias.view(-1, 1, 1)
+
+    def _how(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return stride and padding."""
+        return cast("tuple[int, int]", self.stride), cast("tuple[int, int]", self.padding)
 
 
 def _is_depthwise(layer: nn.Conv2d) -> bool:

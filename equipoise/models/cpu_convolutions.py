@@ -7,22 +7,20 @@ the arithmetic. A product of weights and patches needs none. Results differ by r
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from equipoise.models import cpu_products
+from equipoise.models.adjoints import Adjoint
 
 # Copies of fewer weights cost little, and so do copies of weights that are used at many positions.
 # Measured with the layers of ResNet-18 and batches of 4 to 32 images.
 _FEWEST_WEIGHTS, _WEIGHTS_TO_PATCHES = 1_000_000, 2
-
-Operation = Callable[[Tensor], Tensor]
 
 
 def convolve(
@@ -88,7 +86,7 @@ class Windows:
     stride: tuple[int, int]
     padding: tuple[int, int]
 
-    @property
+    @cached_property
     def positions(self) -> tuple[int, int]:
         """The number of positions of a window, down and across; 0 where it does not fit."""
         down, across = (
@@ -125,19 +123,3 @@ class Windows:
             padded[down, across] += shares[..., i, j]
         images = padded[top : top + height, left : left + width]
         return images.permute(2, 3, 0, 1).contiguous()
-
-
-class Adjoint(torch.autograd.Function):
-    """A linear operation whose gradient is made by its adjoint, and the other way round."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, operation: Operation, adjoint: Operation) -> Tensor:
-        """Carry out the operation."""
-        ctx.operation, ctx.adjoint = operation, adjoint
-        return operation(x)
-
-    @staticmethod
-    def backward(ctx: Any, upper: Tensor) -> tuple[Tensor, None, None]:
-        """Carry out its adjoint."""
-        made: Tensor = Adjoint.apply(upper, ctx.adjoint, ctx.operation)
-        return made, None, None

@@ -39,6 +39,18 @@ def low_part(x: tl.tensor, high: tl.tensor) -> tl.tensor:
     return _rounded(x - high)
 
 
+@triton.jit
+def split_product(values: tl.tensor, high_factors: tl.tensor, low_factors: tl.tensor) -> tl.tensor:
+    """Multiply ``[rows, summed]`` by the transpose of ``[columns, summed]``, which is split.
+
+    The result has float32 accuracy: see :mod:`equipoise.models.products`.
+    """
+    high = high_part(values)
+    part = tl.dot(low_part(values, high), tl.trans(high_factors), input_precision="tf32")
+    part = tl.dot(high, tl.trans(low_factors), part, input_precision="tf32")
+    return tl.dot(high, tl.trans(high_factors), part, input_precision="tf32")
+
+
 def one_client(stacked: Tensor) -> Tensor:
     """Remove the axis of clients, of length 1.
 

@@ -109,7 +109,13 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
     def _whole(self, x: Tensor) -> Tensor:
         if self.running_mean is None or self.running_var is None:
             return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
-        mean, var = self.running_mean.clone(), self.running_var.clone()
+        if transforms():
+            # What changes in place must have the clients' axis, and all clients share the
+            # statistics of the received model.
+            zero = torch.zeros_like(x.flatten()[:1])
+            mean, var = self.running_mean + zero, self.running_var + zero
+        else:
+            mean, var = self.running_mean.clone(), self.running_var.clone()
         y = F.batch_norm(x, mean, var, self.weight, self.bias, True, self.momentum or 0.0, self.eps)
         self.running_mean, self.running_var = mean, var
         return y

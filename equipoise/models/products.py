@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from equipoise.models.kernel_tools import FUSED, high_part, low_part
+from equipoise.models.kernel_tools import FUSED, high_part, low_part, split_product
 
 _SPLIT = {"ROWS": 16, "COLUMNS": 128}
 _TILE = {"ROWS": 128, "COLUMNS": 128, "INNER": 32, "num_warps": 8}
@@ -100,10 +100,7 @@ def _multiply(
         values = tl.load(left + done, mask=row_inside & ahead, other=0.0)
         w_high = tl.load(right + done, mask=column_inside & ahead, other=0.0)
         w_low = tl.load(right + low_parts + done, mask=column_inside & ahead, other=0.0)
-        high = high_part(values)
-        part = tl.dot(low_part(values, high), tl.trans(w_high), input_precision="tf32")
-        part = tl.dot(high, tl.trans(w_low), part, input_precision="tf32")
-        total += tl.dot(high, tl.trans(w_high), part, input_precision="tf32")
+        total += split_product(values, w_high, w_low)
     inside = row_inside & (column < columns)[None, :]
     if BIASED:
         total += tl.load(bias + column, mask=column < columns, other=0.0)[None, :]

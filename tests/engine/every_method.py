@@ -73,10 +73,12 @@ OF_CLIP = (
 )
 # The model of a single method, which for other methods differs little from "prompts".
 OF_FEDGC = ("fedavg", "fedgc", "fedgcr", "fedgcr, received", "fedgr")
-# Methods for models of one kind: BatchNorm with statistics, prompts with GC-Net, or frozen class
-# tokens.
+# Methods for models of one kind: BatchNorm with statistics, frozen parts, prompts with GC-Net, or
+# frozen class tokens.
 ONLY = {
     "fedbn": {"images"},
+    "fedclip": {"prompts"},
+    "promptfl": {"prompts"},
     "fedgc": {"fedgc"},
     "fedgcr": {"fedgc"},
     "fedgcr, received": {"fedgc"},
@@ -92,6 +94,8 @@ _FOR_DIGITS = {
     "fedgc": {"name": "fedgc", **_TRANSFORMER},
     "fedgcr": {"name": "fedgc", **_TRANSFORMER},
     "fedgr": {"name": "vitprompts", **_TRANSFORMER},
+    "fedclip": {"name": "vitprompts", **_TRANSFORMER},
+    "promptfl": {"name": "vitprompts", **_TRANSFORMER},
 }
 
 
@@ -115,9 +119,15 @@ PAIRS = [
 ]
 
 
+def setting_for(method):
+    """Return the name of a setting for a method: images, if they fit."""
+    valid = ONLY.get(method, SETTINGS)
+    return next(what for what in ("images", "fedgc", "prompts") if what in valid)
+
+
 def fitting(method):
     """Return a federation and a model for a method: by default images and BatchNorm."""
-    federation, model, _ = SETTINGS["fedgc" if "fedgc" in ONLY.get(method, ()) else "images"]
+    federation, model, _ = SETTINGS[setting_for(method)]
     return federation(), model()
 
 

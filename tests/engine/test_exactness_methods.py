@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from equipoise.engine import tape
+from equipoise.models.convolution_layers import Convolution
+from equipoise.models.passes import current_pass
 from equipoise.optimizers import Sgd
 from tests.engine.comparison import distance
 from tests.engine.every_method import PAIRS, models_after, skipped, trained_by
@@ -28,6 +30,31 @@ def test_stacked_equals_one_by_one(method, what, monkeypatch):
         assert distance(found, wanted, skipped(wanted, what)) <= 1e-9
         # A round earlier the models are far away: the compared numbers are not the initial ones.
         assert distance(earlier, wanted, skipped(wanted, what)) > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("method", "what"),
+    [
+        ("fedmix", "images"),
+        ("fedmix", "images, own statistics"),
+        *((name, "images") for name in ("fedavg", "fediir", "fedsam", "harmofl", "moon")),
+        ("perfedavg, hessian", "segmentation"),
+    ],
+)
+def test_convolutions_by_patches_give_the_same_numbers(method, what, monkeypatch):
+    """As on a GPU without Triton, or in float64, where tests without a GPU do not come."""
+    wanted = trained_by(method, what, chunk=10)
+    called = []
+
+    def in_groups(layer, x):
+        stacked = current_pass().stacked
+        called.append(stacked)
+        return not stacked or layer.groups > 1
+
+    monkeypatch.setattr(Convolution, "_in_groups", in_groups)
+    found = trained_by(method, what, chunk=10)
+    assert any(called)
+    assert distance(found, wanted, skipped(wanted, what)) <= 1e-9
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 10])

@@ -27,7 +27,7 @@ from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Trainer
 from equipoise.tree import Magnitudes
 from tests.engine.comparison import distance
-from tests.engine.every_method import ONLY, SETTINGS, VARIANTS, skipped, trained_by
+from tests.engine.every_method import SETTINGS, VARIANTS, setting_for, skipped, trained_by
 from tests.engine.federations import images
 from tests.engine.gpu import needs_gpu
 from tests.engine.rerun import Rerun
@@ -428,8 +428,7 @@ def test_no_step_of_a_method_reads_a_number_on_the_host(method, monkeypatch):
 
     monkeypatch.setattr(PhaseRun, "advance", watched)
     # One client at a time, because vmap would hide an index that is read as a number.
-    what = "fedgc" if "fedgc" in ONLY.get(method, ()) else "images"
-    trained_by(method, what, chunk=1, rounds=1)
+    trained_by(method, setting_for(method), chunk=1, rounds=1)
     assert steps
 
 

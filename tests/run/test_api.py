@@ -213,7 +213,6 @@ def test_a_second_writer_is_kept_out_while_a_run_goes_on(resumed, broken_off, tm
             {"machine": Machine(precision="float64")},
             "machine.precision is 'float32' there and 'float64' here",
         ),
-        ({"checkpoint_every": 2}, "checkpoint_every is 1 there and 2 here"),
         ({"federation": federation(unseen=(6,))}, "resolved.fingerprint is "),
     ],
 )
@@ -428,7 +427,17 @@ def test_settings_may_be_mappings():
         ({"cohort": -0.1}, "^cohort must be a number of clients"),
         ({"cohort": 9}, "^cohort asks for 9 clients, but only 8 are registered"),
         ({"roundz": 3}, r"unknown setting 'roundz' in train\(\); did you mean 'rounds'\?"),
-        ({"learning_rate": 3}, r"unknown setting 'learning_rate' in train\(\)"),
+        (
+            {"learning_rate": 3},
+            r"unknown setting 'learning_rate' in train\(\); .* optimizer={'name': 'sgd', 'lr': 3}$",
+        ),
+        ({"early_stopping": 3}, r"a setting of the evaluation: evaluation={'patience': 3}$"),
+        ({"num_rounds": 3}, r"unknown setting 'num_rounds' in train\(\); did you mean 'rounds'\?"),
+        ({"grad_clip": 3}, r"unknown setting 'grad_clip' in train\(\); did you mean 'clip'\?"),
+        (
+            {"training": {"learning_rate": 3}},
+            r"'training.learning_rate' in train\(\); did you mean 'training.optimizer.lr'\?",
+        ),
         ({"modle": "mlp"}, r"unknown setting 'modle' in train\(\); did you mean 'model'\?"),
         (
             {"mu": 0.1},
