@@ -34,8 +34,10 @@ class BalancedTraining(LocalRule):
     moments). Without alignment, BGP is therefore plain training on twice as many batches: an epoch
     has b pairs of batches and 2b steps, where other rules have b.
 
-    The paper does not specify the mode of the received model. Here it is evaluation mode: with its
-    own BatchNorm statistics and without dropout.
+    The paper does not specify the mode of the received model. By default it is evaluation mode:
+    with its own BatchNorm statistics and without dropout. L_align then also measures how far these
+    statistics are from those of the batch, which the local model uses. In training mode both models
+    use those of the batch, and without dropout L_align is zero where the round begins.
 
     With ``restore`` a pair of steps is one step, as in the authors' code of GRACE: each batch is
     divided into halves, the gradient of L_meta is taken at w′ on the second half, and the optimizer
@@ -57,17 +59,21 @@ class BalancedTraining(LocalRule):
         Whether the second step starts from w instead of w′.
     meta : bool
         Whether there are two kinds of steps, or only those on L_meta.
+    received : {"evaluation", "training"}
+        The mode of the received model in L_align.
     """
 
     align: float = 1.0
     alignment: str = "domainbed"
     restore: bool = False
     meta: bool = True
+    received: str = "evaluation"
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
         real(self.align, f"{self.name}.align", least=0)
         one_of(self.alignment, CORAL_FORMS, f"{self.name}.alignment")
+        one_of(self.received, ("evaluation", "training"), f"{self.name}.received")
         if self.restore and not self.meta:
             raise InputError(
                 f"{self.name}.restore needs pairs of steps, but {self.name}.meta=False has none"
@@ -88,7 +94,8 @@ class BalancedTraining(LocalRule):
         """Add the alignment with the received model to the task's loss."""
         if self.align == 0:
             return client.task_loss()
-        received, mask = client.at(client.received).aligned()
+        training = self.received == "training"
+        received, mask = client.at(client.received, train=training).aligned()
         local, _ = client.aligned()
         return client.task_loss() + self.align * coral(
             local, received, mask, mask, form=self.alignment

@@ -81,7 +81,7 @@ class FFTGP(BalancedTraining, FairnessAwareAggregation):
 
     Parameters
     ----------
-    align, alignment, restore, meta
+    align, alignment, restore, meta, received
         As in BGP.
     step, decay, centred, metric, every, slope_limit
         As in FAA.

@@ -32,7 +32,7 @@ class Grace(BalancedTraining, Aggregation):
 
     Parameters
     ----------
-    align, alignment, restore, meta
+    align, alignment, restore, meta, received
         As in BGP. The code's default weight is 1; its documented commands set 0.1.
     similarity : {"model", "tensors", "early_tensors"}
         How cosines are computed: of whole updates; as the mean over their tensors; or as a weighted

@@ -57,9 +57,9 @@ def meta_loss(own, received, x, y, weight, form):
     return F.cross_entropy(own.head(z), y) + weight * coral_by_hand(vectors(z), target, form)
 
 
-def trained_by_hand(model, x, y, key, *, epochs, weight, form):
+def trained_by_hand(model, x, y, key, *, epochs, weight, form, training=False):
     """Algorithm 2 in plain PyTorch, with one optimizer for both kinds of steps."""
-    own, received = copy.deepcopy(model).train(), copy.deepcopy(model).eval()
+    own, received = copy.deepcopy(model).train(), copy.deepcopy(model).train(training)
     optimizer = torch.optim.SGD(own.parameters(), lr=LR, momentum=0.9)
     stream = hand_batches(len(x), key, 0)
     for _ in range(epochs * -(-len(x) // BATCH)):
@@ -124,6 +124,25 @@ def test_algorithm_2_equals_plain_pytorch(alignment, make, chunk):
     found = played(build("bgp", align=2.0, alignment=alignment), make(), chunk=chunk, epochs=2)
     wanted = rounds_by_hand(make(), trained_by_hand, epochs=2, weight=2.0, form=alignment)
     assert distance(found.model, wanted, NOISE) <= 1e-9
+
+
+@CHUNKS
+def test_the_received_model_may_use_the_statistics_of_the_batch(chunk):
+    found = played(build("bgp", align=2.0, received="training"), normalised(), chunk=chunk)
+    how = {"epochs": 1, "weight": 2.0, "form": "domainbed"}
+    wanted = rounds_by_hand(normalised(), trained_by_hand, training=True, **how)
+    assert distance(found.model, wanted, NOISE) <= 1e-9
+    other = rounds_by_hand(normalised(), trained_by_hand, **how)
+    assert distance(found.model, other, NOISE) > 1e-6
+
+
+@pytest.mark.parametrize("received", ["evaluation", "training"])
+def test_alignment_of_equal_models_is_zero_with_equal_statistics(received):
+    """Without learning, the local model stays the received one."""
+    how = {"optimizer": Sgd(lr=0.0), "epochs": 1}
+    found = played(build("bgp", received=received), normalised(), [EVERYONE], **how)
+    terms = found.updates[0].reports["method_terms"]
+    assert (terms.abs() < 1e-12).all() if received == "training" else (terms > 1e-6).all()
 
 
 @CHUNKS
