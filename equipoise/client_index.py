@@ -344,7 +344,7 @@ def names_in(federation: Federation, ids: NDArray[np.int64]) -> tuple[str, ...] 
 
     Examples
     --------
-    >>> x, y = np.zeros((6, 1)), np.zeros(6, int)
+    >>> x, y = np.zeros((6, 1)), np.arange(6) % 2
     >>> names_in(Federation.from_arrays(x, y, clients=["ann", "bob"] * 3), np.array([1]))
     ('bob',)
     """

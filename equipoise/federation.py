@@ -25,7 +25,7 @@ from equipoise.federation_checks import (
     checked_class_names,
     checked_classes,
     checked_server,
-    label_gap,
+    odd_labels,
 )
 from equipoise.samples import Samples
 from equipoise.splits import SPLITS, Split, offsets_of, split_samples
@@ -195,7 +195,7 @@ class Federation:
 
         Examples
         --------
-        >>> x, y = np.zeros((10, 3)), np.zeros(10, int)
+        >>> x, y = np.zeros((10, 3)), np.arange(10) % 2
         >>> federation = Federation.from_arrays(x, y, clients=[7] * 10, splits=(0.6, 0.2, 0.2))
         >>> [federation.split(name).sizes.tolist() for name in ("train", "val", "test")]
         [[6], [2], [2]]
@@ -259,7 +259,7 @@ class Federation:
             server=of_server,
         )
         if classes is None and tasks.build(task).labels:
-            _warn_of_skipped_labels(targets, name)
+            _warn_of_odd_labels(targets, name)
         return made
 
     @classmethod
@@ -359,7 +359,7 @@ class Federation:
 
         Examples
         --------
-        >>> federation = Federation.from_arrays(np.zeros((5, 1)), np.zeros(5, int), clients=[0] * 5)
+        >>> federation = Federation.from_arrays(np.zeros((5, 1)), [0, 1, 0, 1, 0], clients=[0] * 5)
         >>> federation.split("train").sizes.tolist()
         [3]
         """
@@ -383,7 +383,7 @@ class Federation:
 
         Examples
         --------
-        >>> x, y = np.zeros((3, 1)), np.zeros(3, int)
+        >>> x, y = np.zeros((3, 1)), np.array([0, 1, 0])
         >>> Federation.from_arrays(x, y, clients=["ann"] * 3).client_name(0)
         'ann'
         """
@@ -433,7 +433,7 @@ class Federation:
 
         Examples
         --------
-        >>> x, y = np.zeros((10, 1)), np.zeros(10, int)
+        >>> x, y = np.zeros((10, 1)), np.arange(10) % 2
         >>> federation = Federation.from_arrays(x, y, clients=[0] * 5 + [1] * 5)
         >>> federation.pooled().train.sizes.tolist()
         [6]
@@ -466,8 +466,8 @@ class Federation:
 
         Examples
         --------
-        >>> one = Federation.from_arrays(np.zeros((5, 1)), np.zeros(5, int), clients=[0] * 5)
-        >>> other = Federation.from_arrays(np.ones((5, 1)), np.zeros(5, int), clients=[0] * 5)
+        >>> one = Federation.from_arrays(np.zeros((5, 1)), [0, 1, 0, 1, 0], clients=[0] * 5)
+        >>> other = Federation.from_arrays(np.ones((5, 1)), [0, 1, 0, 1, 0], clients=[0] * 5)
         >>> one.fingerprint() == one.fingerprint(), one.fingerprint() == other.fingerprint()
         (True, False)
         """
@@ -581,13 +581,13 @@ def _with_server(
     return x, y, positions
 
 
-def _warn_of_skipped_labels(labels: Tensor, federation: str) -> None:
-    """Warn of labels that leave out classes for which the model has outputs."""
-    if gap := label_gap(labels):
-        found, remedy = gap
+def _warn_of_odd_labels(labels: Tensor, federation: str) -> None:
+    """Warn of labels that leave out classes for which the model has outputs, or of one class."""
+    if odd := odd_labels(labels):
+        found, remedy = odd
         warnings.warn(
-            f"{federation!r} has {found}, and labels count from 0; {remedy}, or pass the number of "
-            "classes if this is intended",
+            f"{federation!r} has {found}; {remedy}, or pass the number of classes if this is "
+            "intended",
             stacklevel=3,
         )
 

@@ -48,7 +48,7 @@ def _check_finite(federation: Federation) -> None:
         if not bool(finite.all()):
             sample = first + int((~finite).nonzero()[0, 0])
             raise InputError(
-                f"{_whose(federation, sample)} has NaN or infinity in x; all values must be finite"
+                f"{whose(federation, sample)} has NaN or infinity in x; all values must be finite"
             )
 
 
@@ -59,32 +59,43 @@ def checked_classes(federation: Federation) -> int | None:
     classes = task.number_of_classes(federation.y, federation.classes)
     if fault := task.fault(federation.y, classes):
         sample, reason = fault
-        raise InputError(f"{_whose(federation, sample)} {reason}")
+        raise InputError(f"{whose(federation, sample)} {reason}")
     return classes
 
 
-def label_gap(labels: Tensor) -> tuple[str, str] | None:
-    """Return what is odd about labels that seem to be numbered wrongly, and how to renumber them.
+def odd_labels(labels: Tensor) -> tuple[str, str] | None:
+    """Return what is odd about labels that are probably a mistake, and what to do instead.
 
-    The model has an output for every class from 0 to the largest label.
+    The model has an output for every class from 0 to the largest label. With a single class there
+    is nothing to learn.
 
     Examples
     --------
-    >>> label_gap(torch.tensor([1, 2, 3]))
-    ('labels from 1 to 3', 'subtract 1 from them')
-    >>> label_gap(torch.tensor([0, 100, 200]))
-    ('3 different labels from 0 to 200', 'use numpy.unique(y, return_inverse=True)[1]')
+    >>> odd_labels(torch.tensor([1, 2, 3]))
+    ('labels from 1 to 3, and labels count from 0', 'subtract 1 from them')
+    >>> odd_labels(torch.tensor([0, 0]))
+    ('the label 0 only, and one class leaves nothing to learn', 'use labels of two classes or more')
     """
     if labels.dim() != 1 or not len(labels):
         return None
     found = labels.unique()
     first, last = int(found[0]), int(found[-1])
+    if first == last:
+        return (
+            f"the label {first} only, and one class leaves nothing to learn",
+            "use labels of two classes or more",
+        )
     if 2 * len(found) < last - first + 1:
         return (
-            f"{len(found)} different labels from {first} to {last}",
+            f"{len(found)} different labels from {first} to {last}, and labels count from 0",
             "use numpy.unique(y, return_inverse=True)[1]",
         )
-    return (f"labels from {first} to {last}", f"subtract {first} from them") if first > 0 else None
+    if first > 0:
+        return (
+            f"labels from {first} to {last}, and labels count from 0",
+            f"subtract {first} from them",
+        )
+    return None
 
 
 def checked_class_names(federation: Federation) -> tuple[str, ...] | None:
@@ -210,7 +221,8 @@ def _who(federation: Federation, client: int | np.integer[Any]) -> str:
     return f"client {client}" + (f" ({federation.client_name(int(client))!r})" if named else "")
 
 
-def _whose(federation: Federation, sample: int) -> str:
+def whose(federation: Federation, sample: int) -> str:
+    """Describe a sample by its position in x, and by the client that holds it."""
     for split in map(federation.split, SPLITS):
         if sample in split.indices:
             return f"sample {sample} of {_who(federation, first_holder(split, sample))}"

@@ -21,7 +21,7 @@ CLASSIFICATION = tasks.build("classification")
 
 def one(values, **options):
     samples = len(values)
-    options = {"clients": [0] * samples, **options}
+    options = {"clients": [0] * samples, "classes": 2, **options}
     return Federation.from_arrays(
         np.zeros((samples, 1)), np.zeros(samples, int), attributes={"sex": values}, **options
     )

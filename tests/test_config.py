@@ -10,9 +10,11 @@ import yaml
 
 from equipoise import methods
 from equipoise.config import Override, experiment_from, load_experiment, read_yaml
+from equipoise.config.suggesting import SYNONYMS
 from equipoise.data.augment import Crop, Flip
 from equipoise.engine.settings import FineTune, Machine, Training
 from equipoise.errors import InputError
+from equipoise.explain import settings
 from equipoise.optimizers import Adam, Schedule, Sgd, TorchOptimizer
 from equipoise.run.evaluation import Evaluation
 
@@ -417,12 +419,30 @@ def test_options_of_the_optimizer_are_pointed_to(key):
         # Of the same section, if there is one.
         ("data.clients", "'data.partition.clients'"),
         ("machine.epochs", "'evaluation.fine_tune.epochs' or 'training.epochs'"),
+        # What other libraries call so.
+        ("learning_rate", "'training.optimizer.lr'"),
+        ("training.learning_rate", "'training.optimizer.lr'"),
+        ("evaluation.fine_tune.learning_rate", "'evaluation.fine_tune.lr'"),
+        ("local-epochs", "'training.epochs'"),
+        ("training.local_epochs", "'training.epochs'"),
+        ("n_rounds", "'training.rounds'"),
+        ("fraction_fit", "'training.cohort'"),
+        ("device", "'machine.device'"),
     ],
 )
 def test_a_key_at_the_wrong_level_is_found(key, meant):
     with pytest.raises(InputError) as caught:
         experiment_from({"data": "digits"}, "x.yaml", [f"{key}=3"])
     assert f" in --set {key}=3; did you mean {meant}? Valid" in str(caught.value)
+
+
+def test_other_names_of_settings_belong_to_one_existing_setting_and_are_no_keys():
+    keys = {setting.key for setting in settings() if setting.of != "studies"}
+    assert set(SYNONYMS) <= keys
+    called = [name for names in SYNONYMS.values() for name in names]
+    assert len(set(called)) == len(called)
+    # Names of keys are found as such.
+    assert not set(called) & {key.rpartition(".")[2] for key in keys}
 
 
 @pytest.mark.parametrize("key", ["foo", "training.xyz", "method.q"])

@@ -188,6 +188,14 @@ def test_explain_finds_keys_by_their_ends_and_names_mistakes():
         "evaluation.fine_tune.lr",
     }
     assert "training" in {setting.key for setting in explain()}
+    assert [setting.key for setting in explain("grid")] == ["methods.grid"]
+    assert [setting.key for setting in explain("methods")] == [
+        *("methods", "methods.label", "methods.grid", "methods.set")
+    ]
+    assert {setting.key for setting in explain("set")} == {"methods.set", "tuning.set"}
+    assert {setting.key for setting in explain("studies")} >= {*KEYS, "methods.grid", "tuning.by"}
+    with pytest.raises(InputError, match="unknown key 'study' .*; did you mean 'studies'"):
+        explain("study")
     with pytest.raises(
         InputError,
         match="unknown key 'training.epoch' .*; did you mean 'training.epochs' or "

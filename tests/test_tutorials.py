@@ -109,7 +109,7 @@ def test_two_files_are_enough(folder):
     [
         ("y", np.arange(50) % 3, "mlp", "y.npy (data.y) has 50 rows and x.npy (data.x) has 60"),
         ("y", np.arange(60) % 3 + 0.5, "mlp", "whole numbers"),
-        ("y", np.arange(60) % 10 + 1, "mlp", "has labels from 1 to 10; labels count from 0"),
+        ("y", np.arange(60) % 10 + 1, "mlp", "has labels from 1 to 10, and labels count from 0"),
         ("y", np.eye(3)[np.arange(60) % 3], "mlp", "has shape (60, 3); valid: one label for each"),
         ("x", np.arange(60.0), "mlp", "x.npy (data.x) has shape (60,); valid: a row of one or"),
         ("x", np.zeros((60, 8, 8)), "cnn2", "got shape (8, 8); x[:, None] gives grey images"),

@@ -17,7 +17,7 @@ from equipoise.data.files import working_directory
 from equipoise.data.partition import Dirichlet, Iid, Natural
 from equipoise.data.source import Source
 from equipoise.errors import InputError
-from equipoise.federation_checks import label_gap
+from equipoise.federation_checks import odd_labels
 from equipoise.text import printable
 
 
@@ -228,17 +228,17 @@ def _member(path: str, option: str) -> NDArray[Any]:
 
 
 def _check_labels(labels: torch.Tensor, classes: int | None, where: str) -> None:
-    """Refuse labels of several values a sample, and labels that seem to be numbered wrongly."""
+    """Refuse labels of several values a sample, and labels that are probably a mistake."""
     if labels.dim() != 1:
         raise InputError(
             f"{where} has shape {tuple(labels.shape)}; valid: one label for each sample, shape "
             f"{(len(labels),)}. Use numpy.ravel for a column, numpy.argmax(y, 1) for one-hot rows"
         )
-    if classes is None and (gap := label_gap(labels)):
-        found, remedy = gap
+    if classes is None and (odd := odd_labels(labels)):
+        found, remedy = odd
         raise InputError(
-            f"{where} has {found}; labels count from 0: {remedy}, or give data.classes: "
-            f"{int(labels.max()) + 1} if there are classes without samples"
+            f"{where} has {found}; {remedy}, or give data.classes: "
+            f"{max(2, int(labels.max()) + 1)} if there are classes without samples"
         )
 
 

@@ -209,6 +209,11 @@ def _listed(
     chosen_classes = choose(
         classes, "imagefolder", every_class, option="classes", kind="class", where=folder
     )
+    if len(chosen_classes) < 2:
+        raise InputError(
+            f"data 'imagefolder' reads one class only from {folder}, {chosen_classes[0]!r}; valid: "
+            "two classes or more"
+        )
     refuse(
         [
             f"{name!r} is missing in {d!r}"

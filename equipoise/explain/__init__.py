@@ -21,8 +21,8 @@ def explain(key: str = "") -> list[Setting]:
     ----------
     key : str
         Such as ``training.schedule``, or its end, ``schedule``. Also the name of a method, a model,
-        a source or a partition, such as ``ditto``, for its options; without one, all keys of the
-        first level.
+        a source or a partition, such as ``ditto``, for its options, and ``studies`` for the keys of
+        studies; without one, all keys of the first level.
 
     Returns
     -------
@@ -48,11 +48,12 @@ def explain(key: str = "") -> list[Setting]:
     of_name = [setting for setting in (*every, *named) if key in setting.of.split(", ")]
     found = [*(_with_key(every, key) or _with_key(named, key)), *of_name]
     if not found:
-        valid = {setting.key for setting in (*every, *named)}
+        known = [*every, *named]
+        names = {name for setting in known if setting.of for name in setting.of.split(", ")}
         raise unknown(
             "key",
             key,
-            valid | {setting.of for setting in named if setting.of},
+            names | {setting.key for setting in known},
             where="experiments and studies",
             listed="equipoise explain --markdown",
         )

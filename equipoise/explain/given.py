@@ -81,10 +81,7 @@ STUDY = {
     "methods": (
         "a list",
         None,
-        "Names, or mappings with a name and hyper-parameters. A mapping may also have label (the "
-        "name of the method in tables), grid (lists of values to tune, of options of the method or "
-        "of dotted keys such as training.optimizer.lr) and set (settings that are different for "
-        "this method).",
+        "Names, or mappings with a name, hyper-parameters and perhaps `label`, `grid` and `set`.",
         "[fedavg, {name: fedprox, mu: 0.1, grid: {mu: [0.01, 0.1, 1]}}]",
     ),
     "settings": (
@@ -115,6 +112,29 @@ STUDY = {
         "{}",
         "How values are chosen with --tune.",
         "{by: sigma_clients, tolerance: 0.01}",
+    ),
+}
+# The same of the keys of a method in a study, beside its name and its options.
+METHOD_OF_STUDY = {
+    "label": (
+        "text",
+        "",
+        "The name of the method in tables; by default its name. Methods need different labels.",
+        "[{name: fedprox, mu: 1, label: strong}]",
+    ),
+    "grid": (
+        "keys with lists of values",
+        "{}",
+        "The values that `equipoise compare --tune` tries, in all combinations: of options of the "
+        "method, such as `mu` or `aggregation.t`, or of dotted keys, such as "
+        "`training.optimizer.lr`. Then `equipoise compare` runs the values that were chosen.",
+        "[{name: fedprox, grid: {mu: [0.01, 0.1], training.optimizer.lr: [0.05, 0.1]}}]",
+    ),
+    "set": (
+        "keys with values",
+        "{}",
+        "Settings that are different for this method, by their dotted keys.",
+        "[{name: local, set: {training.epochs: 5}}]",
     ),
 }
 TUNING_SET = (

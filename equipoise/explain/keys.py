@@ -17,7 +17,7 @@ from equipoise.data.encode import encode_federation
 from equipoise.data.federate import federate
 from equipoise.explain.docstrings import choices_in, descriptions_in, summary_in
 from equipoise.explain.examples import EXAMPLES, example_of, given_example, one_line, parsed
-from equipoise.explain.given import FIRST_LEVEL, KINDS, METHOD, STUDY, TUNING_SET
+from equipoise.explain.given import FIRST_LEVEL, KINDS, METHOD, METHOD_OF_STUDY, STUDY, TUNING_SET
 from equipoise.method import Method
 from equipoise.metrics import Metric
 from equipoise.optimizers import Adam, Sgd
@@ -85,6 +85,8 @@ def _all() -> Iterator[Setting]:
     for key in KEYS:
         kind, default, meaning, example = STUDY[key]
         yield Setting(key, kind, default, meaning, f"{key}: {example}", of="studies")
+    for key, (kind, default, meaning, example) in METHOD_OF_STUDY.items():
+        yield Setting(f"methods.{key}", kind, default, meaning, f"methods: {example}", of="studies")
     yield from _of(Tuning, "tuning", of="studies")
     yield Setting(
         "tuning.set", "keys with values", "{}", TUNING_SET, EXAMPLES["tuning.set"], of="studies"

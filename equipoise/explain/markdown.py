@@ -41,6 +41,10 @@ _PAGES = {
     "flower": ("`flower`", "For runs on Flower. In one process these keys have no effect."),
     "flower.privacy": ("`flower.privacy`", ""),
     "study": ("Keys of a study", "A study is a YAML file for `equipoise compare`."),
+    "methods": (
+        "`methods`",
+        "A method in the list may have these keys beside its name and its hyper-parameters.",
+    ),
     "tuning": ("`tuning`", "How `equipoise compare --tune` chooses between the values of grids."),
 }
 

@@ -6,17 +6,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from equipoise.client import Client
+from equipoise.errors import InputError
 from equipoise.method import LocalRule, Phase
 from equipoise.methods import register
 
 
+class _SmallParts(LocalRule):
+    """Train the parts of a model that are not frozen."""
+
+    def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+        """Refuse a model without frozen parts, which FedAvg would train in the same way."""
+        if all(parameter.requires_grad for parameter in model.parameters()):
+            raise InputError(
+                f"method {self.name!r} trains small parts of a model whose other parts are frozen, "
+                "but no part of this model is frozen, so its clients would train as in fedavg; "
+                f"valid: model {self.usual_model!r}, another model with frozen parts, or method "
+                "'fedavg'"
+            )
+        return model
+
+
 @register("fedclip", paper="Lu et al., 2023")
 @dataclass(frozen=True)
-class FedCLIP(LocalRule):
+class FedCLIP(_SmallParts):
     """Train an adapter after CLIP's image encoder. The usual model is ``clipadapter``.
+
+    Models without frozen parts are refused, unless the loss is contrastive: FedAvg would train them
+    in the same way.
 
     The loss is cross-entropy over the classes. The authors use CLIP's symmetric contrastive loss
     instead: with s_ij the score of image i and the prompt of image j's class, a batch of n images
@@ -35,6 +54,10 @@ class FedCLIP(LocalRule):
 
     contrastive: bool = False
     usual_model = "clipadapter"
+
+    def extend(self, model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+        """Refuse a model without frozen parts, except with the loss that FedAvg does not have."""
+        return model if self.contrastive else super().extend(model, shape)
 
     def phases(self) -> Sequence[Phase]:
         """Train everything that is not frozen."""
@@ -62,8 +85,10 @@ class FedCLIP(LocalRule):
 
 @register("promptfl", paper="Guo et al., IEEE TMC 2024")
 @dataclass(frozen=True)
-class PromptFL(LocalRule):
+class PromptFL(_SmallParts):
     """Train the context of CLIP's prompts with the task's loss. The usual model is ``clipprompts``.
+
+    Models without frozen parts are refused.
 
     The context vectors are averaged with the method's client weights. (The authors' code keeps
     references to one model for all clients, so its average is the last client's model.)

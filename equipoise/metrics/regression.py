@@ -14,17 +14,15 @@ _TASK = ("regression",)
 @register(higher_is_better=False, range=(0, float("inf")), tasks=_TASK)
 def mae(output: Tensor, y: Tensor) -> float:
     """Return the mean absolute error."""
-    from sklearn.metrics import mean_absolute_error
-
-    return float(mean_absolute_error(*_numbers(output, y)))
+    wanted, found = _numbers(output, y)
+    return float(np.abs(found - wanted).mean(0).mean())
 
 
 @register(higher_is_better=False, range=(0, float("inf")), tasks=_TASK)
 def rmse(output: Tensor, y: Tensor) -> float:
     """Return the root of the mean squared error over all samples and targets."""
-    from sklearn.metrics import mean_squared_error
-
-    return float(mean_squared_error(*_numbers(output, y)) ** 0.5)
+    wanted, found = _numbers(output, y)
+    return float(np.square(found - wanted).mean(0).mean() ** 0.5)
 
 
 @register(higher_is_better=True, range=(-float("inf"), 1), tasks=_TASK)
@@ -33,14 +31,13 @@ def r2(output: Tensor, y: Tensor) -> float | None:
 
     It is undefined if a target is the same for all samples.
     """
-    from sklearn.metrics import r2_score
-
     wanted, found = _numbers(output, y)
-    if (wanted == wanted[:1]).all(0).any():
+    if (wanted == wanted[0]).all(0).any():
         return None
-    return float(r2_score(wanted, found))
+    unexplained = np.square(found - wanted).sum(0) / np.square(wanted - wanted.mean(0)).sum(0)
+    return float((1 - unexplained).mean())
 
 
 def _numbers(output: Tensor, y: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return targets and outputs as arrays of the same shape."""
-    return y.double().numpy(), output.reshape(y.shape).numpy()
+    """Return targets and outputs as arrays with a row for each sample."""
+    return y.double().reshape(len(y), -1).numpy(), output.reshape(len(y), -1).numpy()

@@ -92,13 +92,18 @@ def test_other_byte_orders_and_whole_numbers(files):
         ({"y": np.eye(3)[np.arange(18) % 3]}, r"has shape \(18, 3\); .*argmax\(y, 1\) for one-hot"),
         (
             {"y": np.arange(18) % 10 + 1},
-            r"y.npy \(data.y\) has labels from 1 to 10; labels count from 0: subtract 1 from them, "
-            "or give data.classes: 11",
+            r"y.npy \(data.y\) has labels from 1 to 10, and labels count from 0; subtract 1 from "
+            "them, or give data.classes: 11",
         ),
         (
             {"y": np.arange(18) % 3 * 100},
-            r"y.npy \(data.y\) has 3 different labels from 0 to 200; labels count from 0: use "
+            r"y.npy \(data.y\) has 3 different labels from 0 to 200, and labels count from 0; use "
             r"numpy.unique\(y, return_inverse=True\)\[1\], or give data.classes: 201",
+        ),
+        (
+            {"y": np.zeros(18, int)},
+            r"y.npy \(data.y\) has the label 0 only, .* two classes or more, or give data.classes: "
+            "2 if",
         ),
         ({"y": np.arange(18) - 3}, "label"),
         (

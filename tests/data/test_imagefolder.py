@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -69,6 +72,47 @@ def test_pixels_labels_and_groups_are_those_of_the_files(tmp_path):
     assert source.ids.tolist() == ["art"] * 10 + ["photo"] * 10
 
 
+READER = """
+import hashlib, sys
+from equipoise.data.imagefolder import imagefolder
+
+print("ready", flush=True)
+sys.stdin.readline()
+x = imagefolder(root=sys.argv[1], size=64, mapped=sys.argv[2] == "mapped").x
+print(x.shape[0], hashlib.sha256(x[:].numpy().tobytes()).hexdigest(), flush=True)
+"""
+
+
+def test_runs_that_start_together_and_are_killed_share_the_cache(tmp_path, cache):
+    names = write(tmp_path / "animals", each=100)
+    readers = [
+        subprocess.Popen(
+            [sys.executable, "-c", READER, tmp_path / "animals", kind],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for kind in ("mapped", "in memory") * 3
+    ]
+    assert [reader.stdout.readline() for reader in readers] == 6 * ["ready\n"]
+    for reader in readers:
+        reader.stdin.write("go\n")
+        reader.stdin.flush()
+    # Whichever of them writes the entry: the first two are killed meanwhile, or soon after.
+    deadline = time.monotonic() + 60
+    while not list(cache.glob("arrays/*.npy*")) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    for reader in readers[:2]:
+        reader.kill()
+    said = {reader.communicate(timeout=120)[0] for reader in readers[2:]}
+    assert [reader.returncode for reader in readers[2:]] == [0, 0, 0, 0]
+    for reader in readers[:2]:
+        reader.communicate()
+    x = imagefolder(root=str(tmp_path / "animals"), size=64).x
+    assert said == {f"{len(names)} {hashlib.sha256(x.numpy().tobytes()).hexdigest()}\n"}
+    assert sorted(path.suffix for path in (cache / "arrays").iterdir()) == [".npy", ".txt"]
+
+
 def test_classes_and_domains_may_be_chosen_and_ordered(tmp_path):
     names = write(tmp_path, domains=("a", "b", "c"), classes=("x", "y", "z"), each=3)
     source = imagefolder(root=str(tmp_path), size=8, classes=["z", "x"], domains=["c", "a"])
@@ -82,13 +126,14 @@ def test_classes_and_domains_may_be_chosen_and_ordered(tmp_path):
 
 def test_images_are_resized_without_regard_to_their_proportions(tmp_path):
     smooth = np.indices((40, 64)).sum(0)[..., None] * np.array([1, 2, 0.5])
-    save(tmp_path / "d" / "c" / "1.png", smooth.clip(0, 255).astype(np.uint8))
+    for name in ("c", "e"):
+        save(tmp_path / "d" / name / "1.png", smooth.clip(0, 255).astype(np.uint8))
     x = imagefolder(root=str(tmp_path), size=16).x
     pixels = (
         torch.from_numpy(smooth.clip(0, 255).astype(np.uint8)).permute(2, 0, 1).unsqueeze(0).float()
     )
     expected = F.interpolate(pixels, (16, 16), mode="bilinear", antialias=True)
-    assert x.shape == (1, 3, 16, 16)
+    assert x.shape == (2, 3, 16, 16)
     assert (x.float() - expected).abs().max() <= 1
 
 
@@ -108,7 +153,8 @@ def test_images_of_every_kind_become_rgb(tmp_path):
     (folder / "notes.txt").write_text("not an image, and not named like one")
     (folder / ".hidden.png").write_text("neither")
     (folder / "more.png").mkdir()
-    x = imagefolder(root=str(tmp_path), size=4).x.float()
+    save(tmp_path / "d" / "other" / "1.png", picture(0))
+    x = imagefolder(root=str(tmp_path), size=4).x[:-1].float()
     assert len(x) == 9
     assert x.flatten(2).std(2).max() <= 1
     grey = round(200 * 0.299 + 30 * 0.587 + 10 * 0.114)
@@ -251,6 +297,7 @@ def remove(root: Path, name: str) -> None:
             {"classes": []},
             "classes of data 'imagefolder' must be distinct names, at least one, got []",
         ),
+        ({"classes": ["dog"]}, "reads one class only from ROOT, 'dog'; valid: two classes or more"),
         ({"classes": ["dog", "dog"]}, "classes of data 'imagefolder' must be distinct names"),
         ({"domains": "photo"}, "domains of data 'imagefolder' must be a list, got 'photo'"),
         ({"domains": [3]}, "each of domains of data 'imagefolder' must be a name, got 3"),
@@ -282,7 +329,7 @@ def test_a_missing_root_is_named(tmp_path, monkeypatch):
 def test_folders_that_are_empty_or_unequal_are_named(tmp_path):
     with pytest.raises(InputError, match="has no folders; data 'imagefolder' needs one per domain"):
         imagefolder(root=str(tmp_path))
-    write(tmp_path, domains=("a", "b", "c"), classes=("x", "y"), each=2)
+    write(tmp_path, domains=("a", "b", "c"), classes=("w", "x", "y"), each=2)
     (tmp_path / "empty").mkdir()
     (tmp_path / "void").mkdir()
     with pytest.raises(
@@ -304,7 +351,7 @@ def test_folders_that_are_empty_or_unequal_are_named(tmp_path):
         "'z' is missing in 'c'$",
     ):
         imagefolder(**three)
-    assert len(imagefolder(**three, classes=["y"]).x) == 6
+    assert len(imagefolder(**three, classes=["w", "y"]).x) == 12
 
 
 def test_without_pillow_the_error_says_what_to_install(tmp_path, monkeypatch):
@@ -356,8 +403,8 @@ def test_a_model_that_does_not_take_bytes_is_refused_with_advice(tmp_path):
 
 @pytest.mark.parametrize("mapped", ["true", "false"])
 def test_the_command_line_shows_the_federation(tmp_path, mapped):
-    write(tmp_path / "animals")
-    options = [f"root={tmp_path / 'animals'}", "size=8", "classes=[dog]", f"mapped={mapped}"]
+    write(tmp_path / "animals", classes=("cat", "dog", "owl"))
+    options = [f"root={tmp_path / 'animals'}", "size=8", "classes=[dog,owl]", f"mapped={mapped}"]
     settings = [text for option in options for text in ("--set", option)]
     drawn = tmp_path / "animals.png"
     shown = CliRunner().invoke(app, ["data", "imagefolder", *settings, "--picture", str(drawn)])
@@ -368,8 +415,8 @@ def test_the_command_line_shows_the_federation(tmp_path, mapped):
     document = json.loads(told.stdout)
     assert document["shape"] == [3, 8, 8]
     assert [(client["name"], client["labels"]) for client in document["clients"]] == [
-        ("art", [5]),
-        ("photo", [5]),
+        ("art", [5, 5]),
+        ("photo", [5, 5]),
     ]
 
 

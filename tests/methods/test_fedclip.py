@@ -7,11 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from equipoise import Federation, Machine, train
 from equipoise.config import experiment_from
 from equipoise.errors import InputError
 from equipoise.methods import build
+from equipoise.models.frozen import Frozen
 from tests.engine.federations import images
 
 SMALL = {"patch": 4, "width": 8, "depth": 1, "heads": 2}
@@ -61,6 +63,35 @@ def test_only_the_adapter_or_the_context_is_sent(method, model, numbers):
     for row in run.trainer.rounds:
         # A client adds its training loss, its steps and a validation loss, of eight bytes each.
         assert (row["bytes_down"], row["bytes_up"]) == (10 * 4 * numbers, 10 * (4 * numbers + 24))
+
+
+def linear(frozen):
+    """Two linear layers, of which the first one may be frozen."""
+    first = nn.Linear(64, 8)
+    return nn.Sequential(nn.Flatten(), Frozen(first) if frozen else first, nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("method", "usual"), [("fedclip", "clipadapter"), ("promptfl", "clipprompts")]
+)
+@pytest.mark.parametrize("model", ["mlp", linear(frozen=False)], ids=["by name", "own"])
+def test_models_without_frozen_parts_are_refused(method, usual, model):
+    said = f"method '{method}' .* no part of this model is frozen, .* valid: model '{usual}'"
+    with pytest.raises(InputError, match=said):
+        train(pictures(), method=method, model=model, rounds=1)
+    with pytest.raises(InputError, match=said):
+        train(pictures(), method={"name": "ga", "local": method}, model=model, rounds=1)
+
+
+@pytest.mark.parametrize("method", ["fedclip", "promptfl"])
+def test_own_models_with_frozen_parts_are_trained(method):
+    run = train(pictures(), method=method, model=linear(frozen=True), rounds=1)
+    assert set(run.trainer.state.model) == {"2.weight", "2.bias"}
+
+
+def test_the_contrastive_loss_trains_any_model():
+    method = {"name": "fedclip", "contrastive": True}
+    assert train(pictures(), method=method, model="mlp", rounds=1).summary["method"] == "fedclip"
 
 
 @pytest.mark.parametrize("model", ["clipadapter", "clipprompts"])

@@ -381,6 +381,36 @@ def test_a_tensor_that_clients_sent_and_combine_forgot_is_named(sent, forgotten)
         assert combine_checked(Careless(valid), BEFORE, sent, None) is valid
 
 
+@dataclass(frozen=True)
+class Patient(FedAvg):
+    """Sets the global model in every nth round only."""
+
+    wait: int = 1
+
+    def combine(self, state, updates, cohort):
+        """Leave the model as it is in the other rounds."""
+        return state if (state.round + 1) % self.wait else super().combine(state, updates, cohort)
+
+
+def test_a_global_model_that_is_never_set_is_mentioned_once(caplog, tmp_path):
+    digits, never, late = load("digits"), Patient(wait=9), Patient(wait=3)
+    how = {"method": build("fedavg", aggregation=never), "out": tmp_path / "run"}
+    train(digits, **how, rounds=2)
+    (said,) = caplog.messages
+    assert said.startswith(
+        "the global model is still the initial one: combine of aggregation 'fedavg' has set none "
+        "of its tensors in 2 rounds; valid: state.with_global("
+    )
+    caplog.clear()
+    # Nothing is known of the rounds before a run is resumed.
+    train(digits, **how, rounds=3, resume=True)
+    train(digits, method=build("fedavg", aggregation=late), rounds=3)
+    # Clients that keep the whole model send nothing.
+    train(digits, method="local", rounds=1)
+    train(digits, method="central", rounds=1)
+    assert caplog.messages == []
+
+
 def test_a_run_stops_if_combine_forgets_the_statistics_of_batchnorm():
     @dataclass(frozen=True)
     class OnlyParams(FedAvg):

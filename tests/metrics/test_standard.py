@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 
 import numpy as np
@@ -101,6 +102,48 @@ def test_each_class_against_the_others(name, function, held):
 def test_one_class_leaves_it_undefined(name):
     y = torch.tensor([2, 2, 2])
     assert math.isnan(build(name)(answers(y), y))
+
+
+@pytest.mark.parametrize("rounded", [False, True], ids=["different scores", "many equal scores"])
+@pytest.mark.parametrize("samples", [3, 40, 1500])
+def test_random_clients_have_scikit_learns_values(samples, rounded):
+    """Also those without some classes, and with certain models, whose probabilities are 0 or 1."""
+    rng = np.random.default_rng(samples)
+    for scale in (0.1, 3.0, 900.0):
+        y = rng.choice([0, 2, 3, 5], samples)
+        y[:2] = 0, 3
+        output = torch.from_numpy(scale * (rng.normal(size=(samples, 6)) + np.eye(6)[y]))
+        output, found = output.round() if rounded else output, {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name, function in (BY_LABELS | {"mcc": sklearn.matthews_corrcoef}).items():
+                found[name] = function(y, output.argmax(1).numpy())
+        exact = output.softmax(1).numpy()
+        for name, function in (
+            ("auroc", sklearn.roc_auc_score),
+            ("average_precision", sklearn.average_precision_score),
+        ):
+            found[name] = np.mean([function(y == c, exact[:, c]) for c in np.unique(y)])
+        for name, value in found.items():
+            assert build(name)(output, torch.from_numpy(y)) == pytest.approx(value, abs=1e-12), name
+
+
+def test_metrics_of_labels_and_numbers_do_not_need_scikit_learn(monkeypatch):
+    """Its checks of arguments take many times as long as the metrics of a client."""
+    for module in ("sklearn", "sklearn.metrics"):
+        monkeypatch.setitem(sys.modules, module, None)
+    y = torch.tensor(TARGETS["all"])
+    for name in (*BY_LABELS, "mcc", "auroc", "average_precision"):
+        assert math.isfinite(build(name)(answers(TARGETS["all"]), y)), name
+    for name in ("mae", "rmse", "r2"):
+        assert math.isfinite(build(name)(y.unsqueeze(1) + 0.5, y.double())), name
+
+
+@pytest.mark.parametrize("name", ["auroc", "average_precision"])
+def test_a_model_that_has_diverged_has_no_order(name):
+    output, y = answers(TARGETS["all"]), torch.tensor(TARGETS["all"])
+    output[0, 1] = math.nan
+    assert math.isnan(build(name)(output, y))
 
 
 def test_calibration_error_by_hand():

@@ -15,8 +15,9 @@ def explain(
     key: Annotated[
         str,
         typer.Argument(
-            help="A key, such as training.schedule or data, or the name of a method, a model, a "
-            "source or a partition, such as ditto; by default the keys of the first level."
+            help="A key, such as training.schedule, data or grid, or the name of a method, a "
+            "model, a source or a partition, such as ditto; studies for the keys of studies; by "
+            "default the keys of the first level."
         ),
     ] = "",
     markdown: Annotated[
