@@ -158,6 +158,26 @@ def test_a_file_its_options_and_overrides(call):
     assert (config["seed"], config["data"]["seed"], config["machine"]["device"]) == (5, 5, "cpu")
 
 
+@pytest.mark.parametrize("command", ["run", "compare"])
+def test_a_log_gets_lines_about_long_runs(call, command, monkeypatch):
+    """On a cluster the output is a file, which must not be empty for hours."""
+    settings = {"data": "digits", "training": {"rounds": 3}}
+    study = {"base": settings, "methods": ["fedavg"], "seeds": [1]}
+    given, name = (settings, "fedavg") if command == "run" else (study, "base/fedavg/seed1")
+    Path("given.yaml").write_text(yaml.safe_dump(given))
+    code, _, quiet = call(command, "given.yaml", "--out", "quiet")
+    assert (code, "round 2" in quiet) == (0, False)
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
+    code, _, stderr = call(command, "given.yaml", "--out", "said")
+    lines = [line for line in stderr.splitlines() if ": round " in line]
+    assert code == 0
+    assert [line.partition(", mean ")[0] for line in lines] == [
+        f"{name}: round 1 of 3",
+        f"{name}: round 2 of 3",
+    ]
+    assert re.search(r"worst client 0\.\d{3}  σ 0\.\d{3} \(about \d+ s left\)$", lines[1])
+
+
 def test_each_run_gets_a_directory_of_its_own(call):
     first, second = (
         run_json(call, "--rounds", 1, "--set", "model.hidden=[2]")["directory"] for _ in range(2)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -616,6 +616,32 @@ def test_lines_of_progress_say_how_much_time_is_left(capsys):
         "done (about 90 s left)",
         "done",
     ]
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Notes the rounds of each run in a file; other processes get a copy."""
+
+    directory: Path
+
+    def __call__(self, job):
+        def note(progress):
+            with (self.directory / f"{job.method}{job.seed}").open("a") as lines:
+                lines.write(f"{os.getpid()} {progress.round}\n")
+
+        return note
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_rounds_are_told_in_the_process_of_each_run(jobs, tmp_path):
+    study_from(STUDY).run(tmp_path / "out", jobs=jobs, rounds=Rounds(tmp_path))
+    processes = set()
+    for name in ("fedavg0", "fedavg1", "local0", "local1"):
+        rows = [line.split() for line in (tmp_path / name).read_text().splitlines()]
+        assert [number for _, number in rows] == ["1", "2"]
+        processes |= {process for process, _ in rows}
+    assert len(processes) <= jobs
+    assert (str(os.getpid()) in processes) is (jobs == 1)
 
 
 def test_one_failure_does_not_stop_the_others(tmp_path):

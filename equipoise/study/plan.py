@@ -14,7 +14,14 @@ from equipoise.run.files import write_atomically
 from equipoise.study.choice import Choices, write_choices
 from equipoise.study.metrics import group_of, of_validation, should_be_high
 from equipoise.study.results import Results
-from equipoise.study.runs import Watch, carry_out, carry_over, check_directories, finished
+from equipoise.study.runs import (
+    Rounds,
+    Watch,
+    carry_out,
+    carry_over,
+    check_directories,
+    finished,
+)
 
 
 @dataclass(frozen=True)
@@ -190,6 +197,7 @@ class Study:
         *,
         jobs: int | None = 1,
         watch: Watch | None = None,
+        rounds: Rounds | None = None,
         reuse: str | Path | None = None,
     ) -> Results:
         """Run what is missing. If a run fails, the others still run.
@@ -206,6 +214,10 @@ class Study:
             chosen to fill the cores or the GPU. On a GPU a first run measures the memory.
         watch : callable, optional
             Called for every job when it starts (``"begun"``), and with its outcome when it ends.
+        rounds : callable, optional
+            Called with every job that starts, in the process in which it runs. Returns what is
+            called after each of its rounds, or None. With several jobs at a time, it must be
+            possible to pickle it.
         reuse : path, optional
             The directory of the runs of tuning. Finished runs of the same experiments are copied
             from there.
@@ -245,7 +257,7 @@ class Study:
             else:
                 missing.append(job)
         self._check_groups(Results(self, summaries, failures))
-        for job, result in carry_out(missing, out, jobs, self.split, tell):
+        for job, result in carry_out(missing, out, jobs, self.split, tell, rounds):
             if isinstance(result, str):
                 failures[job.path] = result
                 tell(job, f"failed: {result}")

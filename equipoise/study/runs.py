@@ -25,10 +25,12 @@ from equipoise.run.records import Row, average_rows, summarize_rows, task_of
 from equipoise.study.metrics import WHICH
 
 if TYPE_CHECKING:
+    from equipoise.run.trainer import Progress
     from equipoise.study.plan import Job
 
 _AGAIN = "without this file, the same command writes it again"
 Watch = Callable[["Job", str], None]
+Rounds = Callable[["Job"], "Callable[[Progress], None] | None"]
 
 
 def check_directories(jobs: Iterable[Job], out: Path) -> None:
@@ -217,7 +219,12 @@ GPU_CONTEXT = 2**29
 
 
 def carry_out(
-    missing: Sequence[Job], out: Path, jobs: int | None, split: str, tell: Watch
+    missing: Sequence[Job],
+    out: Path,
+    jobs: int | None,
+    split: str,
+    tell: Watch,
+    rounds: Rounds | None = None,
 ) -> Iterator[tuple[Job, dict[str, Any] | str]]:
     """Run jobs, and yield the summary of each on a split, or the reason of its failure.
 
@@ -244,7 +251,7 @@ def carry_out(
             torch.cuda.reset_peak_memory_stats(device)
             first, missing = missing[0], missing[1:]
             tell(first, "begun")
-            yield first, _run(first, out / first.path, split, torch.get_num_threads())
+            yield first, _run(first, out / first.path, split, torch.get_num_threads(), rounds)
             use = {
                 "peak": torch.cuda.max_memory_reserved(device),
                 "memory": torch.cuda.mem_get_info(device)[1],
@@ -256,7 +263,7 @@ def carry_out(
     if jobs == 1 or len(missing) < 2:
         for job in missing:
             tell(job, "begun")
-            yield job, _run(job, out / job.path, split, torch.get_num_threads())
+            yield job, _run(job, out / job.path, split, torch.get_num_threads(), rounds)
         return
     threads = max(1, torch.get_num_threads() // jobs)
     # Not forked: PyTorch's threads do not survive that.
@@ -269,7 +276,7 @@ def carry_out(
     )
     try:
         futures: dict[Future[dict[str, Any] | str], Job] = {
-            pool.submit(_run, job, out / job.path, split, threads): job for job in missing
+            pool.submit(_run, job, out / job.path, split, threads, rounds): job for job in missing
         }
         for future in as_completed(futures):
             error = future.exception()
@@ -278,13 +285,16 @@ def carry_out(
         pool.shutdown(cancel_futures=True)
 
 
-def _run(job: Job, directory: Path, split: str, threads: int) -> dict[str, Any] | str:
+def _run(
+    job: Job, directory: Path, split: str, threads: int, rounds: Rounds | None = None
+) -> dict[str, Any] | str:
     """Run or resume one job, and return its summary or the reason of its failure."""
+    on_round = rounds(job) if rounds else None
     try:
         broken_off = (directory / CONFIG).exists()
         with _threads(_recorded_threads(directory, threads) if broken_off else threads):
-            summary = job.experiment.run(directory, resume=broken_off).summary
-        return _on_split(summary, split)
+            run = job.experiment.run(directory, resume=broken_off, on_round=on_round)
+        return _on_split(run.summary, split)
     except (InputError, RunError) as error:
         return str(error)
     except Exception as error:

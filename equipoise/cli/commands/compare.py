@@ -120,7 +120,7 @@ def compare(
     another --out, --set.
     """
     with errors_as_lines(debug):
-        from equipoise.cli.show.progress import progress_of_study
+        from equipoise.cli.show.progress import progress_of_study, rounds_in_log
         from equipoise.cli.show.report import show_report
         from equipoise.cli.show.study import show_results
         from equipoise.study.choice import read_choices
@@ -168,7 +168,9 @@ def compare(
         try:
             with progress_of_study(len(planned.jobs)) as watch:
                 reuse = choice.parent if choice and choice.is_file() else choice
-                results = planned.run(directory, jobs=at_a_time, watch=watch, reuse=reuse)
+                results = planned.run(
+                    directory, jobs=at_a_time, watch=watch, rounds=rounds_in_log, reuse=reuse
+                )
         except KeyboardInterrupt:
             raise KeyboardInterrupt("the same command resumes the study") from None
         report_ = report_on(directory) if results.summaries and not no_report else None

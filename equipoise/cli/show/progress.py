@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
@@ -14,12 +13,86 @@ from equipoise.cli.show.console import new_console, number
 from equipoise.run.trainer import Progress
 from equipoise.study import Job
 
+# In a log, where no bar can be shown, a run prints a line after so many seconds.
+SECONDS = 60.0
+
+
+class LinesOfRun:
+    """Print the round of a run, its scores and the time left, once a minute.
+
+    The time left follows from the rounds after the first, which also records or compiles steps.
+
+    Parameters
+    ----------
+    name : str
+        What the lines begin with.
+    say : callable
+        Prints a line.
+    clock : callable
+        Returns the time in seconds.
+
+    Examples
+    --------
+    >>> clock = iter([0.0, 40.0, 70.0, 100.0]).__next__
+    >>> ended = LinesOfRun("fedavg", print, clock)
+    >>> for number in (1, 2, 3):
+    ...     ended(Progress(number, rounds=9, train_loss=0.5))
+    fedavg: round 2 of 9, loss 0.500 (about 4 min left)
+    """
+
+    def __init__(
+        self, name: str, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._name, self._say, self._clock = name, say, clock
+        self._said = clock()
+        self._first: tuple[int, float] | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        """Print a line, if it is time for one."""
+        now = self._clock()
+        if self._first is None:
+            self._first = progress.round, now
+        if now - self._said < SECONDS or progress.round == progress.rounds:
+            return
+        self._said = now
+        first, then = self._first
+        left = time_left(now - then, progress.round - first, progress.rounds - progress.round)
+        self._say(
+            f"{self._name}: round {progress.round} of {progress.rounds}, {_scores(progress)}"
+            f"{f' ({left})' if left else ''}"
+        )
+
+
+def _say(line: str) -> None:
+    new_console(stderr=True).print(line, soft_wrap=True)
+
+
+def rounds_in_log(job: Job) -> Callable[[Progress], None] | None:
+    """Return what a run of a study calls after each round; ``None`` on a terminal, with its bar.
+
+    Other processes can get this function and call it.
+    """
+    return None if new_console(stderr=True).is_terminal else LinesOfRun(str(job.path), _say)
+
 
 @contextmanager
 def progress_of_run(name: str) -> Iterator[Callable[[Progress], None]]:
-    """Show the progress of a run and the scores of the latest finished evaluation."""
+    """Show the progress of a run and the scores of the latest finished evaluation.
+
+    On a terminal this is a bar, and in a log a line per minute.
+    """
     console = new_console(stderr=True)
-    with _bar(console, "{task.fields[scores]}") as bar:
+    if not console.is_terminal:
+        yield LinesOfRun(name, _say)
+        return
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[scores]}", markup=False),
+    )
+    with Bar(*columns, console=console) as bar:
         task = bar.add_task(name, total=None, scores="")
 
         def on_round(progress: Progress) -> None:
@@ -28,19 +101,6 @@ def progress_of_run(name: str) -> Iterator[Callable[[Progress], None]]:
             )
 
         yield on_round
-
-
-def _bar(console: Console, *more: str) -> Bar:
-    """Return a progress bar with further texts after it. It is shown only on terminals."""
-    return Bar(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        *(TextColumn(text, markup=False) for text in more),
-        console=console,
-        disable=not console.is_terminal,
-    )
 
 
 def _scores(progress: Progress) -> str:
