@@ -37,6 +37,7 @@ from equipoise.run.checkpoint_note import (
     standing_in,
 )
 from equipoise.run.client_rows import ClientRows
+from equipoise.run.doubts import nothing_learned, without_step
 from equipoise.run.evaluation import Evaluation, Evaluator, Models, Reported, diverged
 from equipoise.run.files import Journal
 from equipoise.run.indexing import make_index
@@ -56,7 +57,6 @@ from equipoise.run.round_rows import (
 from equipoise.run.round_steps import RoundSteps
 from equipoise.run.save_times import SaveTimes
 from equipoise.run.summary import summary_of
-from equipoise.text import plural
 from equipoise.tree import Tree
 
 log = logging.getLogger("equipoise")
@@ -262,31 +262,32 @@ class Trainer:
             try:
                 if not self.training.rounds:
                     self._only_evaluate()
+                loss: float | None = None
                 while self.state.round < self.training.rounds and not self._ends_early:
                     progress = self._round()
+                    loss = progress.train_loss
                     if on_round:
                         on_round(progress)
-                self._warn_of_no_step()
+                self._say_doubts(loss)
             finally:
                 try:
                     self._later.finish()
                 finally:
                     self.metrics.flush()
 
-    def _warn_of_no_step(self) -> None:
-        """Warn if clients have sent models and the global model is still the initial one.
-
-        Single rounds may leave it as it is: an aggregation may collect updates of several rounds.
-        """
+    def _say_doubts(self, loss: float | None) -> None:
+        """Warn of a model that was probably not trained; ``loss`` is that of the last round."""
         if self._without_step and self._without_step == self.state.round:
+            # Single rounds may leave it as it is: an aggregation may collect updates of several.
             aggregation = self.method.aggregation
-            log.warning(
-                "the global model is still the initial one: combine of aggregation %r has set none "
-                "of its tensors in %s; valid: state.with_global(mix(updates, cohort.prior)) or the "
-                "like",
-                aggregation.name or type(aggregation).__name__,
-                plural(self.state.round, "round"),
-            )
+            name = aggregation.name or type(aggregation).__name__
+            log.warning(without_step(name, self.state.round))
+        classes = self.federation.classes
+        plain = self.federation.task == "classification" and self.training.loss is None
+        if loss is None or not plain or classes is None:
+            return
+        if doubt := nothing_learned(loss, classes, self.state.round):
+            log.warning(doubt)
 
     @property
     def _ends_early(self) -> bool:
