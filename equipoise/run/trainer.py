@@ -282,8 +282,8 @@ class Trainer:
             aggregation = self.method.aggregation
             name = aggregation.name or type(aggregation).__name__
             log.warning(without_step(name, self.state.round))
-        classes = self.federation.classes
-        plain = self.federation.task == "classification" and self.training.loss is None
+        classes, task = self.engine.network.classes, self.engine.network.task
+        plain = task.name == "classification" and self.training.loss is None
         if loss is None or not plain or classes is None:
             return
         if doubt := nothing_learned(loss, classes, self.state.round):
