@@ -3,11 +3,11 @@
     python -m benchmarks.evaluation_cost --device cuda
     python -m benchmarks.evaluation_cost --job small --rounds 20 --profile
 
-Two runs of a job take turns in one process, ten rounds each: one evaluates all clients after every
-round, the other never. Both write their journals to disk. A turn ends when the values of all its
-rounds are written, so that what a GPU evaluates beside the training of later rounds counts in full.
-The job has no test data of its own, so clients hold ``--test`` images each (ten by default: the
-10,000 test images of CIFAR-10 among the 1,000 clients of job ``pfl``), and ``--val`` for
+Two runs of a job take turns in one process, twenty rounds each: one evaluates all clients after
+every round, the other never. Both write their journals to disk. A turn ends when the values of all
+its rounds are written, so that what a GPU evaluates beside the training of later rounds counts in
+full. The job has no test data of its own, so clients hold ``--test`` images each (ten by default:
+the 10,000 test images of CIFAR-10 among the 1,000 clients of job ``pfl``), and ``--val`` for
 validation. With ``--profile`` the operations of one round of each run are counted, those that make
 the host wait for the device among them.
 """
@@ -46,7 +46,7 @@ from equipoise.run.evaluation import Evaluation
 from equipoise.run.trainer import Progress, Trainer
 
 # Rounds of each run before those that are timed, and rounds in a row of each.
-WARM_UP, TURN = 4, 10
+WARM_UP, TURN = 4, 20
 POOL = 1000
 # Names of operations and of CUDA calls that tell how often the host starts something, copies
 # something, or waits.
@@ -212,7 +212,8 @@ def seconds_of_rounds(run: Trainer, count: int, machine: Machine) -> list[float]
     """Carry out the next rounds, and return the seconds of each.
 
     A GPU may evaluate a round beside later ones, so evaluations are not evenly divided among
-    rounds.
+    rounds. After the last of the rounds it has also trained the next one, if it runs ahead, but not
+    the first one, which the call before has begun.
     """
     ticks = [time.perf_counter()]
 

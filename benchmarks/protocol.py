@@ -135,16 +135,26 @@ Train = Callable[[Work, Pass, Callable[[], None]], dict[str, Tensor]]
 
 Train ``stage.warmup + stage.rounds`` rounds from the initial weights, ``work.model(stage)``. Round
 ``r`` (from 0) asks the clients ``job.cohort_of(r)`` to train, and the global model becomes their
-average, weighted by numbers of samples. Call ``round_done()`` once after every round; it waits for
-the GPU. Return the final global parameters, on the CPU, by the names of
+average, weighted by numbers of samples. Call ``round_done()`` once after every round, when the
+device has computed its model. Return the final global parameters, on the CPU, by the names of
 ``work.model(stage).named_parameters()``. With ``stage.shuffle`` off, batches follow the stored
 order of samples; with ``stage.dropout`` off, nothing is dropped. ``train`` is called twice in one
 process, each time afresh.
 """
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done everything that was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Clock:
-    """Records when each round ended, after waiting for the device, and the memory at the last."""
+    """Records when each round ended, and the memory at the last.
+
+    It does not wait for the device, which may work for the next round already. The last round has
+    no next one, so nothing is left out.
+    """
 
     def __init__(self, stage: Pass, device: torch.device) -> None:
         self._stage, self._device = stage, device
@@ -153,8 +163,6 @@ class Clock:
 
     def round_done(self) -> None:
         """Mark the end of one round."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
         self._ends.append(time.perf_counter())
         if len(self._ends) == self._stage.warmup + self._stage.rounds:
             # Asked inside the round loop: a peer's worker processes are gone once its training

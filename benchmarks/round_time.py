@@ -123,8 +123,10 @@ class Parts:
             (PhaseGradient, "_value", value_of),
             (torch.autograd, "grad", self.named("backward", torch.autograd.grad)),
             (Sgd, "step", self.named("optimizer", Sgd.step)),
-            (RoundSteps, "combine", self.named("aggregation", RoundSteps.combine)),
+            (RoundSteps, "aggregate", self.named("aggregation", RoundSteps.aggregate)),
             (Trainer, "_evaluation", evaluation_of),
+            # A round would be counted before the one that is being measured has ended.
+            (Trainer, "_may_go_ahead", lambda trainer, number: False),
         ]
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
         for owner, name, function in changes:
@@ -188,7 +190,7 @@ def measure(job: Job, *, device: str, rounds: int) -> dict[str, Any]:
     """
     warmup = job.timed.warmup
     machine = Machine(device=device, tf32=job.tf32)
-    laps = Laps(machine.torch_device)
+    laps = Laps()
     trainer_of(job, machine, warmup + rounds).run(on_round=lambda progress: laps())
     # The first lap ends with round 2.
     whole = float(np.mean(laps.seconds[warmup - 1 :]))

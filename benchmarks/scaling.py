@@ -23,6 +23,8 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ import numpy as np
 import torch
 
 from benchmarks.machine import Rates, cost_of_step, in_words, measured_apart, percent, rounded
-from benchmarks.million import one_round
+from benchmarks.million import Pause
 from equipoise.engine.settings import Machine, Training
 from equipoise.errors import InputError, unknown
 from equipoise.federation import Federation, Split
@@ -38,7 +40,7 @@ from equipoise.methods import build as build_method
 from equipoise.models import build as build_model
 from equipoise.optimizers import Sgd
 from equipoise.run.evaluation import Evaluation
-from equipoise.run.trainer import Trainer
+from equipoise.run.trainer import Progress, Trainer
 
 _VECTOR, _IMAGE = (64,), (3, 32, 32)
 # By rising number of parameters; the comments count them.
@@ -144,20 +146,18 @@ def measure(
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
 
-    def seconds_of_round() -> float:
-        taken = one_round(trainer)
-        if on_gpu:
-            begin = time.perf_counter()
-            torch.cuda.synchronize()
-            taken += time.perf_counter() - begin
-        return taken
+    ticks: list[float] = []
+
+    def tick(progress: Progress) -> None:
+        ticks.append(time.perf_counter())
+        timed = len(ticks) - WARM_UP
+        if timed >= 2 and (ticks[-1] - ticks[WARM_UP - 1] >= seconds or timed == 200):
+            raise Pause
 
     # Rounds are carried out plainly, then step by step, then as a whole when they are recorded.
-    for _ in range(WARM_UP):
-        seconds_of_round()
-    timed: list[float] = []
-    while len(timed) < 2 or (sum(timed) < seconds and len(timed) < 200):
-        timed.append(seconds_of_round())
+    with suppress(Pause):
+        trainer.run(tick)
+    timed = [after - before for before, after in pairwise(ticks[WARM_UP - 1 :])]
     median = statistics.median(timed)
     rate = cohort * steps / median
     return {

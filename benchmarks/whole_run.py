@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from benchmarks.machine import Rates, cost_of_step, measured_apart, percent, precision_of
+from benchmarks.protocol import wait_for
 from equipoise import Evaluation, Federation, Machine, Training
 from equipoise.config import Experiment, experiment_from
 from equipoise.errors import InputError, unknown
@@ -165,6 +166,7 @@ def by_loop(setting: Setting, rounds: int, round_done: RoundDone) -> dict[str, T
             with torch.no_grad():
                 torch._foreach_add_(average, local, alpha=len(held[client]) / samples)
         shared = average
+        wait_for(device)
         round_done()
     names = [name for name, tensor in model.state_dict().items() if tensor.is_floating_point()]
     return {name: tensor.cpu() for name, tensor in zip(names, shared, strict=True)}
@@ -194,14 +196,12 @@ def allow_tf32(allowed: bool) -> None:
 
 
 class Laps:
-    """Seconds between calls, waiting for the device at each."""
+    """Seconds between calls. Both sides call it when the device has computed a round's model."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda, self._ends = device.type == "cuda", list[float]()
+    def __init__(self) -> None:
+        self._ends: list[float] = []
 
     def __call__(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize()
         self._ends.append(time.perf_counter())
 
     @property
@@ -213,7 +213,7 @@ def compare(setting: Setting, *, rounds: int, loop_rounds: int, rates: Rates) ->
     """Measure both sides; see the module's own description."""
     agreement = of_the_way(setting)
     allow_tf32(setting.machine.tf32)
-    loop, engine = Laps(setting.machine.torch_device), Laps(setting.machine.torch_device)
+    loop, engine = Laps(), Laps()
     by_loop(setting, 1 + loop_rounds, loop)
     by_engine(setting, rounds, engine)
     _, *counted = loop.seconds

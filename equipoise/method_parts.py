@@ -262,8 +262,14 @@ class Aggregation(Part):
         If the cohort's prior does not change the result, what clients are weighted by instead.
     lasting : tuple of str, optional
         The names of the values of clients that are kept when further clients join; all by default.
+    reads_reports : bool
+        Whether :meth:`prepare`, :meth:`send` or :meth:`combine` reads reports of clients, or asks
+        them something. Where none of them does, a GPU combines updates and trains the next cohort
+        before the host has checked the updates. Subclasses do not inherit a ``False``, because they
+        may read reports.
     """
 
+    reads_reports: ClassVar[bool] = True
     usual_weights: ClassVar[str] = "size"
     ignores_prior: ClassVar[str | None] = None
     lasting: ClassVar[tuple[str, ...] | None] = None
@@ -271,6 +277,11 @@ class Aggregation(Part):
     sends: tuple[str, ...] = ()
     sends_once: tuple[str, ...] = ()
     collects: tuple[str, ...] = ()
+
+    @property
+    def combines_ahead(self) -> bool:
+        """Whether updates can be combined ahead: the class says ``reads_reports = False``."""
+        return "reads_reports" in vars(type(self)) and not self.reads_reports
 
     def begin(self, state: State, everyone: Cohort) -> State:
         """Set up what the server keeps. Called before round 1 if it ``needs_everyone``.

@@ -209,9 +209,9 @@ class Magnitudes:
 
     Examples
     --------
-    >>> norms = Magnitudes([torch.tensor([3.0, 4.0]), torch.tensor([7])])
+    >>> norms = Magnitudes([torch.tensor([3.0, 4.0]), torch.tensor([1.0, torch.nan])])
     >>> norms.read()
-    [5.0, 0.0]
+    [5.0, nan]
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -236,17 +236,6 @@ class Magnitudes:
             for index, norm in zip(where, norms.read().tolist(), strict=True):
                 found[index] = norm
         return found
-
-
-def magnitudes(tensors: Iterable[Tensor]) -> list[float]:
-    """Return the L2 norm of each tensor; see :class:`Magnitudes`.
-
-    Examples
-    --------
-    >>> magnitudes([torch.tensor([3.0, 4.0]), torch.tensor([1.0, torch.nan]), torch.tensor([7])])
-    [5.0, nan, 0.0]
-    """
-    return Magnitudes(tensors).read()
 
 
 def unusable(

@@ -13,7 +13,6 @@ from equipoise.tree import (
     flat_rows,
     in_parts,
     inner_product,
-    magnitudes,
     select,
     size_in_bytes,
     squared_distance,
@@ -158,10 +157,10 @@ def test_a_part_without_parameters_is_no_unknown_part(names, part):
 @pytest.mark.parametrize("place", [0, 4099, 6999])
 def test_one_number_that_is_not_finite_makes_the_magnitude_not_finite(bad, dtype, place):
     values = torch.ones(7, 1000, dtype=dtype)
-    (before,) = magnitudes([values])
+    (before,) = Magnitudes([values]).read()
     assert before == pytest.approx(7000**0.5, rel=1e-2)
     values.view(-1)[place] = bad
-    assert not math.isfinite(magnitudes([values])[0])
+    assert not math.isfinite(Magnitudes([values]).read()[0])
 
 
 def test_magnitudes_are_those_of_each_tensor_in_its_place():
@@ -174,7 +173,7 @@ def test_magnitudes_are_those_of_each_tensor_in_its_place():
         torch.full((2,), 1e30),
         torch.tensor([3j, 4.0]),
     ]
-    assert magnitudes(tensors) == [5.0, 10.0, 0.0, 0.0, 2.0, math.inf, 5.0]
+    assert Magnitudes(tensors).read() == [5.0, 10.0, 0.0, 0.0, 2.0, math.inf, 5.0]
 
 
 def test_magnitudes_are_those_of_when_they_were_launched():

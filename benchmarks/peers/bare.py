@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.plain import sample_orders, train_client
-from benchmarks.protocol import Pass, Work, run_peer
+from benchmarks.protocol import Pass, Work, run_peer, wait_for
 
 
 def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, Tensor]:
@@ -44,6 +44,7 @@ def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, 
             with torch.no_grad():
                 torch._foreach_add_(average, local, alpha=len(y[client]) / samples)
         shared = average
+        wait_for(work.device)
         round_done()
     with torch.no_grad():
         torch._foreach_copy_(local, shared)

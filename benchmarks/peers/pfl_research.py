@@ -18,7 +18,7 @@ from pfl.metrics import Metrics, Weighted
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor, nn
 
-from benchmarks.protocol import Pass, Work, run_peer
+from benchmarks.protocol import Pass, Work, run_peer, wait_for
 
 
 class WithLoss(nn.Module):
@@ -40,13 +40,14 @@ class WithLoss(nn.Module):
 class RoundDone(TrainingProcessCallback):
     """Call the clock at the end of each round."""
 
-    def __init__(self, round_done: Callable[[], None]) -> None:
-        self._round_done = round_done
+    def __init__(self, round_done: Callable[[], None], device: torch.device) -> None:
+        self._round_done, self._device = round_done, device
 
     def after_central_iteration(
         self, aggregate_metrics: Metrics, model: PyTorchModel, *, central_iteration: int
     ) -> tuple[bool, Metrics]:
         """Mark the end of the round, and continue training."""
+        wait_for(self._device)
         self._round_done()
         return False, Metrics()
 
@@ -96,7 +97,7 @@ def train(work: Work, stage: Pass, round_done: Callable[[], None]) -> dict[str, 
     average(
         module,
         FederatedDataset.from_slices(users, MinimizeReuseUserSampler(list(users))),
-        RoundDone(round_done),
+        RoundDone(round_done, work.device),
         rounds=stage.warmup + stage.rounds,
         cohort=job.cohort,
         batch=job.batch,

@@ -37,6 +37,9 @@ _PASS, _CPU_CONVOLVED_PASS, _GPU_TIMES = 4096, 64, 4
 _PASS_ACTIVATIONS = {"cpu": 1 << 27, "cuda": 1 << 32}
 # The share of a GPU's memory that the activations of a pass may take beside training.
 _BESIDE_SHARE = 1 / 8
+# The share of a GPU's memory that the updates of a cohort may take while those of the cohort before
+# are still there.
+_TWICE_SHARE = 1 / 16
 
 
 def chunk_by_rule(network: Network, batch_size: int, *, tf32: bool = False) -> int:
@@ -191,6 +194,19 @@ def fits_beside(network: Network, samples: int) -> bool:
     numbers += network.fixed_activations
     memory = torch.cuda.get_device_properties(network.device).total_memory
     return numbers * network.dtype.itemsize <= _BESIDE_SHARE * memory
+
+
+def fits_twice(updates: int, device: torch.device) -> bool:
+    """Return whether a GPU has the memory for the updates of two cohorts, given their bytes.
+
+    Examples
+    --------
+    >>> fits_twice(1 << 30, torch.device("cpu"))
+    True
+    """
+    if device.type == "cpu":
+        return True
+    return updates <= _TWICE_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
 def samples_an_encoding(network: Network) -> int:

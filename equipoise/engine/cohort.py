@@ -23,7 +23,7 @@ from equipoise.engine.cohort_checks import (
     question_of,
     refuse_second_training,
 )
-from equipoise.engine.contract import ADVICE, LOST, number_and_name
+from equipoise.engine.contract import ADVICE, LOST, Launched, number_and_name
 from equipoise.engine.evaluation import Measured, evaluate_shared, evaluate_stacked
 from equipoise.engine.facts import compute_fact, facts_before
 from equipoise.engine.layout import KEPT, Layout
@@ -114,6 +114,12 @@ class StackedCohort:
         self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
     ) -> Updates:
         """Train every client and collect updates; see :meth:`equipoise.method.Cohort.train`."""
+        return self.launch_training(shared, each, local).wait()
+
+    def launch_training(
+        self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
+    ) -> Launched:
+        """Do the same as :meth:`train`, but do not wait for a GPU."""
         refuse_second_training(self._trained)
         self._trained = True
         model = shared["model"]
@@ -133,9 +139,13 @@ class StackedCohort:
         if self._checks_updates:
             norms = Magnitudes(stack for tree in _trees(updates) for stack in tree.values())
         self.bytes_up += size_in_bytes([updates.params, updates.buffers, updates.uploads])
-        updates = replace(updates, reports=reports())
-        self.bytes_up += size_in_bytes(updates.reports)
-        return updates if norms is None else self._usable(updates, model, norms)
+
+        def wait() -> Updates:
+            trained = replace(updates, reports=reports())
+            self.bytes_up += size_in_bytes(trained.reports)
+            return trained if norms is None else self._usable(trained, model, norms)
+
+        return Launched(updates, wait)
 
     def carry_out(
         self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
@@ -302,7 +312,7 @@ class StackedCohort:
             round=torch.full((), self.round, device=device),
         )
         reporter = Reporter(engine, self.round, self.wanted_reports)
-        before = reporter.of_models("before", chunk, clients)
+        before = reporter.launch("before", chunk, clients)
         own_memory |= facts_before(local, chunk, clients, keys, train)
         batches, paces = self._planner.of_chunk(local, members, work, chunk.each)
         own = {**moving, **kept}
@@ -315,15 +325,15 @@ class StackedCohort:
                 facts[name] = compute_fact(name, fact, chunk, clients, keys, train)
         evaluated = reporter.evaluate(chunk, clients) if self.evaluates_local else {}
         self._add_local_metrics(evaluated, members)
-        after = reporter.of_models("after", chunk, clients, evaluated)
-        after |= reporter.of_steps(paces, work, local.proximal)
+        after = reporter.launch("after", chunk, clients, evaluated)
+        of_steps = reporter.of_steps(paces, work, local.proximal)
         if layout.kept:
             remembered = {KEPT: {name: chunk.params[name] for name in layout.kept}, **remembered}
         sent_facts = {name: tree for name, tree in facts.items() if name in local.uploads}
         return (
             {**remembered, **facts},
             {**uploads, **sent_facts},
-            lambda: before | trained.reports() | after,
+            lambda: before() | trained.reports() | after() | of_steps,
         )
 
     def _asks_before(self, local: LocalRule) -> bool:

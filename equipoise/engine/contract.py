@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from equipoise.attributes import Counting
 from equipoise.engine.evaluation import Measured
 from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine
 from equipoise.errors import RunError
-from equipoise.method import Cohort, Method, Phase
+from equipoise.method import Cohort, LocalRule, Method, Phase, Updates
 from equipoise.metrics import Metric
 from equipoise.tree import Tree
 
@@ -59,6 +60,28 @@ class ClientsLost(RunError):
         super().__init__(f"no answer from client {', '.join(map(str, self.ids))}")
 
 
+@dataclass(frozen=True)
+class Launched:
+    """The training of a cohort, which a GPU may still carry out.
+
+    Attributes
+    ----------
+    updates : Updates
+        What clients send, without reports. The host has not checked it.
+    wait : callable
+        Waits for the training, and returns the updates with reports. Clients whose updates cannot
+        be used are then left out of them and of the cohort.
+    """
+
+    updates: Updates
+    wait: Callable[[], Updates]
+
+    @classmethod
+    def ended(cls, updates: Updates) -> Launched:
+        """Return training that has ended."""
+        return cls(updates, lambda: updates)
+
+
 class RoundCohort(Cohort, Protocol):
     """The interface of cohorts for the round loop.
 
@@ -99,6 +122,15 @@ class RoundCohort(Cohort, Protocol):
         A local model is the model of a client after its training in this round, before aggregation.
         Empty unless ``evaluates_local`` was set. Methods do not see these values. Their bytes are
         not counted, because they are part of evaluation.
+        """
+
+    def launch_training(
+        self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
+    ) -> Launched:
+        """Begin the same as :meth:`train`.
+
+        Only the cohort of an engine that :attr:`~Engine.defers` work may return before the clients
+        have trained.
         """
 
     def without(self, ids: Iterable[int], dropped: str | None = None) -> RoundCohort:

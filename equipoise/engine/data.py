@@ -97,13 +97,13 @@ class DeviceData:
     def inputs(self, positions: Tensor) -> Tensor:
         """Return only the samples."""
         if isinstance(self.x, Tensor) and self._resident:
-            return at(self.x, positions.to(self.device))
+            return at(self.x, positions.to(self.device, non_blocking=True))
         rows: Tensor = _Read.apply(positions, self)
         return rows
 
     def targets(self, positions: Tensor) -> Tensor:
         """Return only the targets."""
-        return at(self.y, positions.to(self.device))
+        return at(self.y, positions.to(self.device, non_blocking=True))
 
     def read(self, positions: Tensor) -> Tensor:
         """Read samples that are not on the device, each once and in the order of storage."""

@@ -341,7 +341,7 @@ def launch_stacked(
     of_chunks: list[dict[str, Tensor]] = []
     for start in range(0, len(order), chunk):
         members = order[start : start + chunk]
-        where = torch.from_numpy(members).to(network.device)
+        where = torch.from_numpy(members).to(network.device, non_blocking=True)
         own = {name: stack[where] for name, stack in params.items()}
         wanted = _Collected(metrics, counting, split, clients[members])
         of_chunks.append(_sums_of_chunk(network, data, own, still, wanted))
@@ -388,7 +388,7 @@ def _sums_of_chunk(
     for active, slots, inside in passes(sizes, together):
         positions = split.indices[split.offsets[clients[:active], None] + slots]
         x, y = data.fetch(torch.from_numpy(positions))
-        kept = torch.from_numpy(inside).to(network.device)
+        kept = torch.from_numpy(inside).to(network.device, non_blocking=True)
         of_all = of_one_client if active == 1 else vmap(of_one_client)
         measured, answered = of_all(
             tree_first_rows(params, active),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equipoise.engine.chunk import Chunk, Pace
-from equipoise.engine.evaluation import Measured, evaluate_stacked
+from equipoise.engine.evaluation import Measured, launch_stacked
 from equipoise.federation import Split
 from equipoise.method import Reports
 from equipoise.optimizers import gradient_weights
@@ -41,14 +42,14 @@ class Reporter:
     round: int
     wanted: Set[str]
 
-    def of_models(
+    def launch(
         self,
         when: str,
         chunk: Chunk,
         clients: NDArray[np.int64],
         known: Mapping[str, Measured] | None = None,
-    ) -> Reports:
-        """Return loss and score of the models before or after local training.
+    ) -> Callable[[], Reports]:
+        """Evaluate the models before or after local training on what reports look at.
 
         Parameters
         ----------
@@ -60,21 +61,33 @@ class Reporter:
             Their ids.
         known : mapping, optional
             What evaluation has measured of these models, by split.
+
+        Returns
+        -------
+        callable
+            Waits for a GPU, and returns loss and score.
         """
-        reports: Reports = {}
+        launched: list[tuple[dict[str, str], Callable[[], Measured]]] = []
         score = self.engine.network.task.score
         for split, prefix in (("train", ""), ("val", "val_")):
             metrics = {f"{prefix}loss_{when}": "loss", f"{prefix}score_{when}": score}
             wanted = {name: metric for name, metric in metrics.items() if name in self.wanted}
-            if wanted:
-                measured = (known or {}).get(split) or self._measure(
-                    chunk, *self._reported(split, clients)
-                )
-                nothing = np.full(len(clients), np.nan)
-                reports |= {
-                    name: torch.from_numpy(measured.get(metric, nothing))
-                    for name, metric in wanted.items()
-                }
+            if not wanted:
+                continue
+            if measured := (known or {}).get(split):
+                launched.append((wanted, partial(dict, measured)))
+            else:
+                launched.append((wanted, self._launch(chunk, *self._reported(split, clients))))
+        nothing = np.full(len(clients), np.nan)
+
+        def reports() -> Reports:
+            return {
+                name: torch.from_numpy(measured.get(metric, nothing))
+                for wanted, read in launched
+                for measured in [read()]
+                for name, metric in wanted.items()
+            }
+
         return reports
 
     def of_steps(
@@ -101,13 +114,13 @@ class Reporter:
     def evaluate(self, chunk: Chunk, clients: NDArray[np.int64]) -> dict[str, Measured]:
         """Return loss and metrics of clients' models on ``val`` and ``test``, for evaluation."""
         return {
-            split: self._measure(chunk, self.engine.view.split(split), clients, evaluation=True)
+            split: self._launch(chunk, self.engine.view.split(split), clients, evaluation=True)()
             for split in ("val", "test")
         }
 
-    def _measure(
+    def _launch(
         self, chunk: Chunk, samples: Split, clients: NDArray[np.int64], *, evaluation: bool = False
-    ) -> Measured:
+    ) -> Callable[[], Measured]:
         """Evaluate each client's model as it is now.
 
         It has the parts that the client keeps, but no second copies (``personal.``). Only for
@@ -116,7 +129,7 @@ class Reporter:
         own = {name: stack for name, stack in chunk.params.items() if not name.startswith(PERSONAL)}
         network, data = self.engine.network, self.engine.data
         more = (self.engine.metrics, self.engine.counting) if evaluation else ((), None)
-        return evaluate_stacked(
+        return launch_stacked(
             network, data, own, chunk.still, samples, clients, len(clients), *more
         )
 

@@ -110,7 +110,7 @@ class SpreadEngine:
         self._share = Share(here, method)
         link.device = here.network.device
         local, model = method.local, here.network.initial()
-        self.remembers = bool(here.first_memory(local, model) or local.facts() or local.finishes)
+        self.remembers = here.remembers(local, model)
 
     @cached_property
     def _owners(self) -> Ints:

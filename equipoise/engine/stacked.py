@@ -149,6 +149,10 @@ class StackedEngine:
             **checked_memory(local.first_memory(model), f"first_memory of {type(local).__name__}"),
         }
 
+    def remembers(self, local: LocalRule, model: Tree) -> bool:
+        """Return whether clients keep anything from one round to the next."""
+        return bool(self.first_memory(local, model) or local.facts() or local.finishes)
+
     def evaluate(
         self, model: Tree, clients: NDArray[np.int64], *, personal: Personal | None = None
     ) -> dict[str, Measured]:

@@ -21,7 +21,7 @@ from equipoise.engine.cohort_checks import (
     question_of,
     refuse_second_training,
 )
-from equipoise.engine.contract import LOST, ClientsLost
+from equipoise.engine.contract import LOST, ClientsLost, Launched
 from equipoise.engine.evaluation import Measured
 from equipoise.engine.layout import Layout
 from equipoise.errors import InputError, RunError
@@ -162,6 +162,12 @@ class FlowerCohort:
             uploads={name.removeprefix(UPLOAD): self._uploads(rows, name) for name in uploads},
             reports=_reports(rows),
         )
+
+    def launch_training(
+        self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
+    ) -> Launched:
+        """Do the same as :meth:`train`, which waits for the clients."""
+        return Launched.ended(self.train(shared, each, local))
 
     def _messages_of_training(
         self, shared: Mapping[str, Tree], each: Mapping[str, Tensor]

@@ -67,6 +67,8 @@ class Everyone(View):
 class FedAvg(Aggregation):
     """The weighted mean of the clients' models: w ← Σ a_k w_k, with a the cohort's prior."""
 
+    reads_reports: ClassVar[bool] = False
+
     def combine(self, state: State, updates: Updates, cohort: Cohort) -> State:
         """Average."""
         return state.with_global(mix(updates, cohort.prior))

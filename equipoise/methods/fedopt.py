@@ -40,6 +40,7 @@ class FedAvgM(Aggregation):
         Δ, as FL-bench does.
     """
 
+    reads_reports: ClassVar[bool] = False
     momentum: float = 0.9
     lr: float = 1.0
     variant: str = "hsu"
@@ -127,10 +128,13 @@ class _Adaptive(Aggregation):
 class FedAdam(_Adaptive):
     """Adam on the server: v ← β₂v + (1−β₂)Δ²."""
 
+    reads_reports: ClassVar[bool] = False
+
 
 @register("fedyogi", paper="Reddi et al., ICLR 2021", sees=Sees.SUMS)
 @dataclass(frozen=True)
 class FedYogi(_Adaptive):
     """Yogi on the server: v ← v − (1−β₂)Δ² sign(v − Δ²)."""
 
+    reads_reports: ClassVar[bool] = False
     yogi = True

@@ -245,6 +245,8 @@ class Sequential(nn.Sequential):
             after, index = layers[index + 1], index + 1
             if _is_relu(layer) and type(after) is MaxPool and not has_hooks(after):
                 x, index = after.pooled(x, relu=True), index + 1
+            elif type(layer) is Dropout and _flattens(after) and not has_hooks(layer):
+                x = layer(x, contiguous=True)
             elif not _is_relu(after) or has_hooks(layer) or type(layers[index + 1]) is MaxPool:
                 x = layer(x)
             elif type(layer) is Convolution:
@@ -268,8 +270,12 @@ def _pooled_at_once(x: Tensor, layers: list[nn.Module | None]) -> Tensor | None:
         return None
     # Dropout does nothing in evaluation.
     behind = next((layer for layer in layers[3:] if type(layer) is not Dropout), None)
-    flattened = type(behind) is nn.Flatten and (behind.start_dim, behind.end_dim) == (1, -1)
-    return first.convolved_and_pooled(x, pool.window, flattened=flattened)
+    return first.convolved_and_pooled(x, pool.window, flattened=_flattens(behind))
+
+
+def _flattens(layer: nn.Module | None) -> bool:
+    """Return whether a layer flattens samples."""
+    return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
 
 
 def _is_relu(layer: nn.Module | None) -> bool:

@@ -24,8 +24,13 @@ def kept_units(x: Tensor, p: float, key: Tensor, channels: bool) -> tuple[Tensor
     return keep_mask(key, torch.Size(shape), threshold), threshold / 65536
 
 
-def dropped(x: Tensor, p: float, key: Tensor, channels: bool = False) -> Tensor:
+def dropped(
+    x: Tensor, p: float, key: Tensor, channels: bool = False, *, contiguous: bool = False
+) -> Tensor:
     """Drop elements, or whole channels, of a batch, and scale what is left.
+
+    With ``contiguous`` a GPU makes a contiguous result where that takes no more time, because it
+    will be flattened.
 
     Examples
     --------
@@ -38,8 +43,9 @@ def dropped(x: Tensor, p: float, key: Tensor, channels: bool = False) -> Tensor:
     if threshold == 0:
         return torch.zeros_like(x)
     if not channels and (kernels := kernels_for_pass(x)) is not None:
-        factors: Tensor = kernels.dropout_factors(key, x.shape, threshold)
-        return x * factors.to(x.dtype)
+        factors: Tensor = kernels.dropout_factors(key, x.shape, threshold).to(x.dtype)
+        # The result has the layout of the first operand. The factors are contiguous.
+        return factors * x if contiguous else x * factors
     kept, share = kept_units(x, p, key, channels)
     return x * (kept.to(x.dtype) * (1 / share))
 
@@ -59,8 +65,8 @@ class Dropout(nn.Module):
         # is used.
         self.moves = True
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Drop elements, or whole channels, of a batch."""
+    def forward(self, x: Tensor, *, contiguous: bool = False) -> Tensor:
+        """Drop elements, or whole channels, of a batch; see :func:`dropped`."""
         forward = current_pass()
         if forward is None:
             drop = F.dropout2d if self.channels else F.dropout
@@ -68,4 +74,6 @@ class Dropout(nn.Module):
         if not (forward.train and self.moves):
             return x
         key = next_key(self, self.layer)
-        return x if key is None else dropped(x, self.p, key, self.channels)
+        if key is None:
+            return x
+        return dropped(x, self.p, key, self.channels, contiguous=contiguous)

@@ -38,12 +38,28 @@ class Once:
             work()
 
 
+# At most so many evaluations are launched beside the training of later rounds before the host waits
+# for the first of them.
+_MOST_LAUNCHED = 4
+
+
 @dataclass
 class _Round:
-    """A round whose rows are not written yet: what writes them, or what launches its evaluation."""
+    """A round whose rows are not written yet.
+
+    Attributes
+    ----------
+    finish : callable or None
+        Writes the rows, once the evaluation has been launched.
+    launch : callable or None
+        Launches the evaluation, and returns ``finish`` and ``ended``.
+    ended : Moment or None
+        The end of an evaluation beside the training of later rounds.
+    """
 
     finish: Finish | None = None
-    launch: Launch | None = None
+    launch: Callable[[], tuple[Finish, Moment]] | None = None
+    ended: Moment | None = None
 
 
 class LaterRounds:
@@ -68,7 +84,7 @@ class LaterRounds:
     >>> later.add_beside(lambda: lambda: print("values of round 1"), {"round": 1}, Clock(cpu))
     >>> later.launch()
     >>> later.add_row({"round": 2}, Clock(cpu))
-    >>> later.finish_launched()
+    >>> later.finish_ended()
     values of round 1
     {'round': 1}
     {'round': 2}
@@ -112,7 +128,7 @@ class LaterRounds:
         host combines updates and chooses clients; it evaluates then.
         """
 
-        def launch_beside() -> Finish:
+        def launch_beside() -> tuple[Finish, Moment]:
             with beside(self._device):
                 began = Moment(self._device)
                 finish = launch()
@@ -123,26 +139,39 @@ class LaterRounds:
                 clock.note(BESIDE, ended.seconds_since(began))
                 self._append(row, clock)
 
-            return finish_round
+            return finish_round, ended
 
         self._rounds.append(_Round(launch=launch_beside))
 
-    def finish_launched(self) -> None:
-        """Finish the first rounds, up to one whose evaluation has not been launched."""
-        while self._rounds and self._rounds[0].finish is not None:
+    def finish_ended(self) -> None:
+        """Finish the first rounds, up to one whose evaluation has not ended.
+
+        If too many have been launched, wait for the first of them.
+        """
+        launched = sum(each.ended is not None for each in self._rounds)
+        while self._rounds and (first := self._rounds[0]).finish is not None:
+            if first.ended is not None:
+                if launched <= _MOST_LAUNCHED and not first.ended.has_come():
+                    return
+                launched -= 1
             self._finish_first()
 
     def finish(self) -> None:
         """Finish all rounds. If an evaluation cannot be launched, those before it are finished."""
-        self.finish_launched()
+        self._finish_launched()
         self.launch()
-        self.finish_launched()
+        self._finish_launched()
 
     def launch(self) -> None:
         """Launch the evaluations that have not been launched."""
         for each in self._rounds:
             if each.launch is not None:
-                each.finish, each.launch = each.launch(), None
+                (each.finish, each.ended), each.launch = each.launch(), None
+
+    def _finish_launched(self) -> None:
+        """Finish the first rounds, up to one whose evaluation has not been launched."""
+        while self._rounds and self._rounds[0].finish is not None:
+            self._finish_first()
 
     def _finish_first(self) -> None:
         """Finish a round. If that fails or is interrupted, later rounds have no rows either."""

@@ -91,6 +91,11 @@ class Participants:
         """Whether clients do not train, because the method pools their data."""
         return self.view is not self.federation
 
+    @property
+    def everyone_trains(self) -> bool:
+        """Whether all registered clients train in every round."""
+        return self.cohort_size == len(self.registered)
+
     def _register(self, waiting: NDArray[np.int64]) -> None:
         # Computed once. With a million clients, this takes longer than drawing the cohort.
         registered = self.view.seen
@@ -218,8 +223,7 @@ class Participants:
 
         Its first batches are drawn, too.
         """
-        everyone = self.cohort_size == len(self.registered)
-        certain = everyone or self.method.sampler.looks_ahead
+        certain = self.everyone_trains or self.method.sampler.looks_ahead
         if not isinstance(self.trains, StackedEngine) or not certain:
             return
         cohort, asked = self.select(state, state.round + 1)
@@ -232,7 +236,7 @@ class Participants:
         def gather(ids: NDArray[np.int64]) -> RoundCohort:
             return self.trains.cohort(self.method, ids, round_)
 
-        if self.cohort_size == len(self.registered):
+        if self.everyone_trains:
             return gather(self.registered), []
         key = fold(self.seed, round_, Purpose.SAMPLE)
         candidates = Registered(self.registered, self._train_sizes, key, self.view, gather)

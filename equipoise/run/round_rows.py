@@ -139,6 +139,10 @@ class Moment:
         self._event.synchronize()
         return earlier._event.elapsed_time(self._event) / 1000
 
+    def has_come(self) -> bool:
+        """Return whether the device has come here, without waiting for it."""
+        return self._event is None or self._event.query()
+
     def time_since(self, idle: Moment) -> float:
         """Wait for the device, and return when it came here, by ``time.perf_counter``.
 
@@ -149,16 +153,19 @@ class Moment:
 
 
 class Clock:
-    """Measure seconds between laps, after the device has finished."""
+    """Measure seconds between laps."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.laps: dict[str, float] = {}
         self._start = time.perf_counter()
 
-    def lap(self, name: str, *, since: float = 0.0) -> None:
-        """Record the seconds since the last lap, or since a later time, under a name."""
-        if self._device.type == "cuda":
+    def lap(self, name: str, *, since: float = 0.0, wait: bool = True) -> None:
+        """Record the seconds since the last lap, or since a later time, under a name.
+
+        The device has then finished, unless ``wait`` is False because it works for later rounds.
+        """
+        if wait and self._device.type == "cuda":
             # Not the whole device, which may evaluate an earlier round beside this one.
             torch.cuda.current_stream(self._device).synchronize()
         self._start = max(self._start, since)

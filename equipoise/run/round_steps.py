@@ -10,12 +10,40 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equipoise.engine.contract import ClientsLost, RoundCohort
+from equipoise.engine.contract import ClientsLost, Launched, RoundCohort
 from equipoise.errors import RunError
 from equipoise.federation import Federation
 from equipoise.method import Guard, Method, State, Updates, check_state, combine_checked
 from equipoise.run.evaluation import diverged, intact
-from equipoise.tree import Tree, flat_rows, magnitudes
+from equipoise.tree import Magnitudes, Tree, flat_rows
+
+
+@dataclass(frozen=True)
+class Aggregated:
+    """The next state, which a GPU may still compute.
+
+    Attributes
+    ----------
+    state : State
+        The state.
+    checked : list of Tensor
+        The tensors of its model that must be finite.
+    norms : Magnitudes
+        Their norms.
+    """
+
+    state: State
+    checked: list[Tensor]
+    norms: Magnitudes
+
+    def finite(self) -> bool:
+        """Wait for the norms, and return whether the model is finite."""
+        suspects = [
+            tensor
+            for tensor, norm in zip(self.checked, self.norms.read(), strict=True)
+            if not math.isfinite(norm)
+        ]
+        return all(bool(torch.isfinite(tensor).all()) for tensor in suspects)
 
 
 @dataclass(frozen=True)
@@ -53,15 +81,19 @@ class RoundSteps:
             except ClientsLost as lost:
                 cohort = cohort.without(lost.ids)
 
-    def train(self, prepared: State, cohort: RoundCohort) -> tuple[Tree, Updates]:
-        """Return the model that was sent to the clients, and their updates."""
+    def launch(self, prepared: State, cohort: RoundCohort) -> tuple[Tree, Launched]:
+        """Return the model that is sent to the clients, and their training."""
         shared, each = self.method.aggregation.send(prepared, cohort)
-        updates = cohort.train(shared, each, self.method.local)
+        return shared["model"], cohort.launch_training(shared, each, self.method.local)
+
+    def wait(self, launched: Launched, cohort: RoundCohort) -> Updates:
+        """Wait for the training of a cohort, and return its updates."""
+        updates = launched.wait()
         finite = torch.isfinite(
             updates.reports["train_loss"] + updates.reports.get("method_terms", 0)
         )
         self._refuse_non_finite(finite, cohort, "training loss")
-        return shared["model"], updates
+        return updates
 
     def screen(
         self, guard: Guard, prepared: State, sent: Tree, updates: Updates, cohort: RoundCohort
@@ -89,34 +121,38 @@ class RoundSteps:
         rest = cohort.without(screened.dropped, f"dropped by the guard {guard.name!r}")
         return prepared, screened.updates.of(kept), rest
 
+    def aggregate(self, prepared: State, updates: Updates, cohort: RoundCohort) -> Aggregated:
+        """Combine updates. Do not wait for a GPU, unless the aggregation does."""
+        state = combine_checked(self.method.aggregation, prepared, updates, cohort)
+        checked = [tensor for name, tensor in state.model.items() if name in self.finite]
+        return Aggregated(state, checked, Magnitudes(checked))
+
     def combine(
-        self, prepared: State, updates: Updates, cohort: RoundCohort
+        self,
+        prepared: State,
+        updates: Updates,
+        cohort: RoundCohort,
+        done: Aggregated | None = None,
     ) -> tuple[State, Updates, RoundCohort]:
         """Return the next state, and the updates and clients from which it was made.
 
-        If clients are lost, everything is repeated without them.
+        If clients are lost, everything is repeated without them. ``done`` is the result of
+        :meth:`aggregate` if it has been called for these clients.
         """
-        while True:
+        while done is None:
             try:
-                state = combine_checked(self.method.aggregation, prepared, updates, cohort)
-                break
+                done = self.aggregate(prepared, updates, cohort)
             except ClientsLost as lost:
                 updates = updates.of(~np.isin(cohort.ids, lost.ids))
                 cohort = cohort.without(lost.ids)
-        checked = [t for name, t in state.model.items() if name in self.finite]
-        suspects = [
-            tensor
-            for tensor, norm in zip(checked, magnitudes(checked), strict=True)
-            if not math.isfinite(norm)
-        ]
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in suspects):
+        if not done.finite():
             finite = torch.ones(len(cohort.ids), dtype=torch.bool)
             for name, stack in (*updates.params.items(), *updates.buffers.items()):
                 if name in self.finite:
                     finite &= flat_rows(torch.isfinite(stack)).all(1).cpu()
             self._refuse_non_finite(finite, cohort, "model")
             raise RunError(f"round {self.number}: the global model is not finite after aggregation")
-        learned = self.method.sampler.learn(state, cohort)
+        learned = self.method.sampler.learn(done.state, cohort)
         return replace(learned, round=self.number), updates, cohort
 
     def _refuse_non_finite(self, finite: Tensor, cohort: RoundCohort, what: str) -> None:

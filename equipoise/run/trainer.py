@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from equipoise.engine.streams import preferred
 from equipoise.errors import InputError, RunError
 from equipoise.federation import Federation
 from equipoise.method import Method, State, Updates
+from equipoise.run.ahead import Begun, may_run_ahead
 from equipoise.run.callbacks import Listeners
 from equipoise.run.checkpoint import CHECKPOINT, Checkpoint, read_checkpoint
 from equipoise.run.checkpoint_note import (
@@ -54,7 +55,7 @@ from equipoise.run.round_rows import (
     not_evaluated,
     summed,
 )
-from equipoise.run.round_steps import RoundSteps
+from equipoise.run.round_steps import Aggregated, RoundSteps
 from equipoise.run.save_times import SaveTimes
 from equipoise.run.summary import summary_of
 from equipoise.tree import Tree
@@ -90,8 +91,6 @@ class _Combined:
     ----------
     sent : Tree
         The model that clients received.
-    receivers : int
-        How many clients received it.
     trained : Updates
         The updates of all clients that trained, before a guard has changed them.
     trained_ids : int array
@@ -105,7 +104,6 @@ class _Combined:
     """
 
     sent: Tree
-    receivers: int
     trained: Updates
     trained_ids: NDArray[np.int64]
     updates: Updates
@@ -217,6 +215,14 @@ class Trainer:
         self._kept = KeptModels(directory)
         self._if_longer: dict[str, Any] | None = None
         self._later = LaterRounds(self.engine.network.device, self._append)
+        # The next round, if it has begun, and whether it may before this one has ended.
+        self._next: Begun | None = None
+        self._runs_ahead = may_run_ahead(
+            self._trains,
+            method,
+            cohort=self.participants.cohort_size,
+            everyone=self.participants.everyone_trains,
+        )
 
     @property
     def view(self) -> Federation:
@@ -302,16 +308,15 @@ class Trainer:
         self._save_times.begin_round()
         number = self.state.round + 1
         last = number == self.training.rounds
-        due = self.evaluation.due(number, last=last)
+        due = self._due(number)
         # A longer run would not evaluate after this round.
         only_as_last = due and not self.evaluation.due(number, last=False)
-        self.state, admitting = self.participants.admit(self.state)
-        cohort, asked = self.participants.next_cohort(self.state)
-        reports_gaps = due and self._ask_for_evaluation(cohort)
         later = self._may_finish_later(number)
-        done = self._train_and_combine(number, cohort, clock, later=later)
-        report_bytes = _BYTES_OF_A_REPORT * done.receivers if reports_gaps else 0
-        beginning, rest = self._rows_of(number, done, [*admitting, *asked])
+        begun, self._next = self._next or self._begin(number, self.state), None
+        self.state = begun.state
+        done = self._end_training(begun, clock, later=later)
+        report_bytes = _BYTES_OF_A_REPORT * begun.receivers if begun.reports_gaps else 0
+        beginning, rest = self._rows_of(number, done, begun.asked)
         if only_as_last:
             fewer = {"bytes_up": rest["bytes_up"] - report_bytes}
             self._remember_for_longer(beginning | rest | fewer, report_bytes)
@@ -342,6 +347,10 @@ class Trainer:
             self.save_checkpoint()
         return self._progress(row)
 
+    def _due(self, number: int) -> bool:
+        """Return whether a round ends with an evaluation."""
+        return self.evaluation.due(number, last=number == self.training.rounds)
+
     def _ask_for_evaluation(self, cohort: RoundCohort) -> bool:
         """Let clients report what the evaluation after this round needs.
 
@@ -359,43 +368,95 @@ class Trainer:
         cohort.wanted_reports.add(_GAPS)
         return _GAPS not in self.method.aggregation.needs
 
-    def _train_and_combine(
-        self, number: int, cohort: RoundCohort, clock: Clock, *, later: bool
-    ) -> _Combined:
+    def _begin(self, number: int, state: State, *, ahead: bool = False) -> Begun:
+        """Launch the training of a round.
+
+        Unless the round before has not ended yet (``ahead``), the host uses the time to choose the
+        next cohort, and to finish and launch evaluations.
+        """
+        state, admitting = self.participants.admit(state)
+        cohort, asked = self.participants.next_cohort(state)
+        reports_gaps = self._due(number) and self._ask_for_evaluation(cohort)
+        steps = self._steps(number)
+        prepared, cohort = steps.prepare(state, cohort)
+        receivers = len(cohort.ids)
+        if number < self.training.rounds and not ahead:
+            self._trains.while_busy(lambda: self.participants.look_ahead(state))
+        finish, launch = Once(self._later.finish_ended), Once(self._later.launch)
+        if not ahead:
+            self._trains.while_busy(finish)
+            self._trains.after_launch(launch)
+        sent, launched = steps.launch(prepared, cohort)
+        if not ahead:
+            # Without a chunk of clients to train, the engine has not called them.
+            finish()
+            launch()
+        return Begun(
+            number,
+            state,
+            prepared,
+            cohort,
+            receivers,
+            [*admitting, *asked],
+            reports_gaps,
+            sent,
+            launched,
+        )
+
+    def _end_training(self, begun: Begun, clock: Clock, *, later: bool) -> _Combined:
         """Make the next state, and commit the memories of clients.
 
         Unless the rows of this round may be written ``later``, those of all earlier ones are
         written here.
         """
+        number, prepared, cohort = begun.number, begun.prepared, begun.cohort
         steps, guard = self._steps(number), self.method.guard
-        prepared, cohort = steps.prepare(self.state, cohort)
-        receivers = len(cohort.ids)
-        if number < self.training.rounds:
-            self._trains.while_busy(lambda: self.participants.look_ahead(self.state))
-        finish, launch = Once(self._later.finish_launched), Once(self._later.launch)
-        self._trains.while_busy(finish)
-        self._trains.after_launch(launch)
-        sent, trained = steps.train(prepared, cohort)
-        # Without a chunk of clients to train, the engine has not called them.
-        finish()
-        launch()
-        clock.lap("train", since=self._later.evaluated_at)
+        aggregated = self._go_ahead(steps, begun) if later and self._may_go_ahead(number) else None
+        # A round that has begun ahead has not launched the evaluation before it.
+        self._later.launch()
+        # A device that has gone ahead already trains the next round.
+        waits = aggregated is None
+        if not waits:
+            self._later.finish_ended()
+        trained = steps.wait(begun.launched, cohort)
+        clock.lap("train", since=self._later.evaluated_at, wait=waits)
         if self._later and not later:
             self._later.finish()
             clock.lap("wait")
         updates, trained_ids = trained, cohort.ids
         if guard is not None:
-            prepared, updates, cohort = steps.screen(guard, prepared, sent, trained, cohort)
+            prepared, updates, cohort = steps.screen(guard, prepared, begun.sent, trained, cohort)
             clock.lap("guard")
+        if len(cohort.ids) < begun.receivers:
+            # The next round has begun with updates that cannot be used.
+            aggregated = self._next = None
         before = self.state.model
-        self.state, updates, cohort = steps.combine(prepared, updates, cohort)
+        self.state, updates, cohort = steps.combine(prepared, updates, cohort, aggregated)
         if updates.param_names and all(t is before[n] for n, t in self.state.model.items()):
             self._without_step += 1
-        clock.lap("combine")
+        clock.lap("combine", wait=waits)
         self._trains.commit(cohort)
         return _Combined(
-            sent, receivers, trained, trained_ids, updates, cohort, guarded=guard is not None
+            begun.sent, trained, trained_ids, updates, cohort, guarded=guard is not None
         )
+
+    def _may_go_ahead(self, number: int) -> bool:
+        """Return whether the next round may begin before this one has been checked."""
+        beside = not self._due(number) or self.evaluator.can_be_beside
+        return self._runs_ahead and beside and not self.evaluation.local
+
+    def _go_ahead(self, steps: RoundSteps, begun: Begun) -> Aggregated | None:
+        """Combine updates, and begin the next round, before the host has checked the updates."""
+        try:
+            aggregated = steps.aggregate(begun.prepared, begun.launched.updates, begun.cohort)
+            state = replace(aggregated.state, round=begun.number)
+            self._next = self._begin(begun.number + 1, state, ahead=True)
+        except Exception:
+            # The updates may be the cause, or two rounds need too much memory. Both steps are
+            # repeated when the updates have been checked. If one fails then, the error is raised.
+            self._runs_ahead = False
+            return None
+        return aggregated
 
     def _rows_of(
         self, number: int, done: _Combined, asked: Sequence[RoundCohort]

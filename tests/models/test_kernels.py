@@ -19,8 +19,9 @@ from equipoise.engine.network import Network
 from equipoise.engine.settings import Machine, Training
 from equipoise.methods import build as method_named
 from equipoise.models import build, kernel_modules
-from equipoise.models.convolution_layers import MaxPool
+from equipoise.models.convolution_layers import MaxPool, Sequential
 from equipoise.models.dropout import Dropout, dropped
+from equipoise.models.layers import convert
 from equipoise.models.norm_layers import BatchNorm, masked_norm
 from equipoise.models.passes import Forward, current_pass, forward_pass
 from equipoise.optimizers import optimizer_named
@@ -258,6 +259,41 @@ def test_dropout_uses_the_kernel_for_stacked_clients_only(dtype, everywhere):
         assert torch.equal(own, other)
         assert own.dtype == dtype
     assert everywhere
+
+
+def test_dropout_before_vectors_makes_a_contiguous_result(everywhere):
+    layer, keys = Dropout(0.3, 1, False), fold_tensor(3, torch.arange(2, device=DEVICE))
+    # Channels innermost, as after convolutions.
+    x = normal(2, 3, 5, 6, 4).movedim(-1, 2)
+
+    def result(contiguous):
+        def of_one(x, key):
+            with forward_pass(Forward(train=True, key=key, stacked=True)):
+                return layer(x, contiguous=contiguous)
+
+        return vmap(of_one)(x, keys)
+
+    as_it_is, vectors = result(contiguous=False), result(contiguous=True)
+    assert torch.equal(vectors, as_it_is)
+    assert vectors.is_contiguous()
+    assert not as_it_is.is_contiguous()
+
+
+@pytest.mark.parametrize("behind", [nn.Flatten(), nn.Flatten(0), nn.ReLU(), None])
+def test_only_dropout_before_vectors_is_asked_for_a_contiguous_result(behind, monkeypatch):
+    asked = []
+
+    def noted(layer, x, *, contiguous=False):
+        asked.append(contiguous)
+        return x
+
+    monkeypatch.setattr(Sequential, "on_device", staticmethod(lambda x: True))
+    monkeypatch.setattr(Dropout, "forward", noted)
+    given = [nn.Conv2d(2, 3, 1), nn.ReLU(), nn.Dropout(0.3), *([] if behind is None else [behind])]
+    layers = convert(nn.Sequential(*given).to(DEVICE))
+    with forward_pass(Forward(train=True, stacked=True)):
+        layers(normal(4, 2, 3, 3))
+    assert asked == [isinstance(behind, nn.Flatten) and behind.start_dim == 1]
 
 
 # ---- in the engine -------------------------------------------------------------------------------

@@ -87,13 +87,18 @@ CASES = {
     "short rounds": ({"checkpoint_every": None}, EVERY[1:]),
     "every second round": (
         {"checkpoint_every": 100, "evaluation": Evaluation(every=2)},
-        list(range(2, ROUNDS)),
+        [2, 4, 6],
     ),
     "every third round": (
         {"checkpoint_every": 5, "evaluation": Evaluation(every=3)},
-        [3, 4, 6],
+        [3, 6],
     ),
     "memories": ({"checkpoint_every": 100, "method": "scaffold"}, EVERY),
+    "memories, every second round": (
+        {"checkpoint_every": 100, "method": "scaffold", "evaluation": Evaluation(every=2)},
+        list(range(2, ROUNDS)),
+    ),
+    "momentum of the server": ({"checkpoint_every": 3, "method": "fedavgm"}, [1, 2, 4, 5]),
     "personal models": ({"checkpoint_every": 100, "method": "fedper"}, EVERY),
     "averaged heads": (
         {
@@ -170,9 +175,8 @@ def test_progress_shows_the_scores_of_the_evaluation_before(monkeypatch):
     now = scores()
     deferring(monkeypatch)
     later = scores()
-    # A round is evaluated while the next one is trained, and its values are read during the one
-    # after that. The last round is shown at once.
-    assert later == [(None, None, None)] * 2 + now[: ROUNDS - 3] + [now[-1]]
+    # A round is evaluated while the next one is trained. The last round is shown at once.
+    assert later == [(None, None, None), *now[: ROUNDS - 2], now[-1]]
 
 
 def test_progress_shows_the_personal_scores_of_the_evaluation_before(monkeypatch):
@@ -204,7 +208,7 @@ def order(monkeypatch):
         monkeypatch.setattr(kind, name, calling)
 
     noted(LocalTraining, "run", ["train"])
-    noted(RoundSteps, "train", [], ["trained"])
+    noted(RoundSteps, "wait", [], ["trained"])
     noted(Participants, "look_ahead", ["look ahead"])
     noted(Evaluator, "launch", ["launch"])
     noted(Evaluator, "follow", ["finish"])
@@ -213,13 +217,23 @@ def order(monkeypatch):
 
 def test_a_round_is_evaluated_when_the_next_one_has_been_launched(order):
     """After the host has chosen the cohort of the round after that, which needs no result."""
-    run(None, rounds=4, machine=Machine(device="cpu", chunk=10))
+    run(None, rounds=4, method="scaffold", machine=Machine(device="cpu", chunk=10))
     assert order == [
         *("train", "look ahead", "trained"),
         *("train", "look ahead", "launch", "trained"),
         *("train", "look ahead", "finish", "launch", "trained"),
         *("train", "finish", "launch", "trained", "finish"),
         *("launch", "finish"),
+    ]
+
+
+def test_without_memories_the_next_round_is_launched_before_the_host_waits(order):
+    run(None, rounds=4, machine=Machine(device="cpu", chunk=10))
+    assert order == [
+        *("train", "look ahead", "train", "trained"),
+        *("train", "launch", "finish", "trained"),
+        *("train", "launch", "finish", "trained"),
+        *("launch", "trained", "finish", "launch", "finish"),
     ]
 
 
@@ -356,14 +370,14 @@ def test_a_round_is_finished_if_the_evaluation_of_the_next_one_cannot_be_launche
 
 
 def failing(monkeypatch, number):
-    train = RoundSteps.train
+    launch = RoundSteps.launch
 
-    def training(steps, prepared, cohort):
+    def launching(steps, prepared, cohort):
         if steps.number == number:
             raise RunError("no more")
-        return train(steps, prepared, cohort)
+        return launch(steps, prepared, cohort)
 
-    monkeypatch.setattr(RoundSteps, "train", training)
+    monkeypatch.setattr(RoundSteps, "launch", launching)
 
 
 def test_a_round_is_finished_if_the_next_one_fails(tmp_path, monkeypatch):

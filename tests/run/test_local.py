@@ -136,8 +136,8 @@ def test_reports_and_evaluation_share_their_pass(monkeypatch, local, passes):
         looked.append(given)
         return evaluate(*given)
 
-    evaluate = reports.evaluate_stacked
-    monkeypatch.setattr(reports, "evaluate_stacked", counting)
+    evaluate = reports.launch_stacked
+    monkeypatch.setattr(reports, "launch_stacked", counting)
     small_run(
         None,
         "ga",
