@@ -245,6 +245,7 @@ def test_a_gpu_drops_a_round_that_began_with_an_update_that_cannot_be_used(
 
 
 @needs_gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_the_host_does_not_wait_for_a_gpu_that_runs_ahead(monkeypatch):
     """PyTorch raises an error where the host would wait, but for events, which are expected."""
     begin = Trainer._begin
