@@ -36,7 +36,7 @@ SUPERVISED = ["pacs", "supervised", "table15"]
 # Of tables 2 and 3, and 8 and 9; without methods that need two passes for a fair comparison.
 COMPARED = {"fedavg", "fedprox", "ditto", "afl", "qffl", "perfedavg", "ga", "grace", "fftgp"}
 METHODS = {
-    "pacs": COMPARED | {"faa", "bgp", "fedavg-2epochs", "fedavg-equal"},
+    "pacs": COMPARED | {"faa", "bgp", "fedavg-2epochs", "fedavg-equal", "fftgp-training"},
     "supervised": COMPARED | {"faa", "bgp", "only-ml", "only-da"},
     "fedclip": {"fedclip", "fedprox", "ditto", "perfedavg", "ga", "grace", "fftgp"},
     "promptfl": {"promptfl", "fedprox", "ditto", "perfedavg", "ga", "grace", "fftgp"},
