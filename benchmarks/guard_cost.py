@@ -74,9 +74,12 @@ class _Timed(Trainer):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.seconds: Seconds = {"guard": [], "combine": [], "round": []}
+        steps_of = self._round_training.steps
 
-    def _steps(self, number: int) -> RoundSteps:
-        return _TimedSteps(**vars(super()._steps(number)), seconds=self.seconds)
+        def timed_steps(number: int) -> RoundSteps:
+            return _TimedSteps(**vars(steps_of(number)), seconds=self.seconds)
+
+        self._round_training.steps = timed_steps  # type: ignore[method-assign]
 
     def _round(self) -> Any:
         return _timed(self.seconds["round"], super()._round)

@@ -52,6 +52,7 @@ from equipoise.methods import build as build_method
 from equipoise.models import build as build_model
 from equipoise.optimizers import Sgd
 from equipoise.run.round_steps import RoundSteps
+from equipoise.run.round_training import RoundTraining
 from equipoise.run.trainer import Trainer
 
 PARTS = ("fetch", "forward", "backward", "optimizer", "aggregation", "evaluation")
@@ -126,7 +127,7 @@ class Parts:
             (RoundSteps, "aggregate", self.named("aggregation", RoundSteps.aggregate)),
             (Trainer, "_evaluation", evaluation_of),
             # A round would be counted before the one that is being measured has ended.
-            (Trainer, "_may_go_ahead", lambda trainer, number: False),
+            (RoundTraining, "_may_go_ahead", lambda training, number: False),
         ]
         before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
         for owner, name, function in changes:

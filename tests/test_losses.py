@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -121,18 +122,24 @@ def test_a_run_follows_its_loss_from_training_to_the_summary(tmp_path):
 def test_what_methods_know_of_losses_follows_the_loss(method, monkeypatch):
     """The reports of a round are the run's loss on the clients' samples, computed by hand."""
     seen = []
-    original = StackedCohort.train
+    original = StackedCohort.launch_training
 
-    def noting(self, *given, **named):
-        updates = original(self, *given, **named)
-        received, trained = given[0]["model"], updates.params
-        before = {
-            name: tensor.expand(len(self.ids), *tensor.shape) for name, tensor in received.items()
-        }
-        seen.append((self.ids, {"loss_before": before, "loss_after": trained}, updates.reports))
-        return updates
+    def noting(self, shared, *given):
+        launched = original(self, shared, *given)
 
-    monkeypatch.setattr(StackedCohort, "train", noting)
+        def wait():
+            updates = launched.wait()
+            received, trained = shared["model"], updates.params
+            before = {
+                name: tensor.expand(len(self.ids), *tensor.shape)
+                for name, tensor in received.items()
+            }
+            seen.append((self.ids, {"loss_before": before, "loss_after": trained}, updates.reports))
+            return updates
+
+        return replace(launched, wait=wait)
+
+    monkeypatch.setattr(StackedCohort, "launch_training", noting)
     data, focal = federation(), losses.build("focal")
     train(data, method=method, model="logistic", loss="focal", rounds=1, machine=FLOAT64)
     ids, models, reports = seen[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,13 @@ from equipoise import tasks
 from equipoise.client_index import ClientIndex
 from equipoise.data.augment import check_augmentations
 from equipoise.engine.arithmetic import exact_arithmetic
-from equipoise.engine.chunking import fastest
 from equipoise.engine.contract import Engine, RoundCohort
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.stacked import StackedEngine
 from equipoise.engine.streams import preferred
 from equipoise.errors import InputError, RunError
 from equipoise.federation import Federation
-from equipoise.method import Method, State, Updates
-from equipoise.run.ahead import Begun, may_run_ahead
+from equipoise.method import Method, State
 from equipoise.run.callbacks import Listeners
 from equipoise.run.checkpoint import CHECKPOINT, Checkpoint, read_checkpoint
 from equipoise.run.checkpoint_note import (
@@ -43,7 +41,7 @@ from equipoise.run.evaluation import Evaluation, Evaluator, Models, Reported, di
 from equipoise.run.files import Journal
 from equipoise.run.indexing import make_index
 from equipoise.run.kept_models import KeptModels
-from equipoise.run.later import Finish, LaterRounds, Launch, Once
+from equipoise.run.later import Finish, LaterRounds, Launch
 from equipoise.run.participants import Participants
 from equipoise.run.records import Row
 from equipoise.run.round_rows import (
@@ -55,15 +53,13 @@ from equipoise.run.round_rows import (
     not_evaluated,
     summed,
 )
-from equipoise.run.round_steps import Aggregated, RoundSteps
+from equipoise.run.round_training import Ended, RoundTraining
 from equipoise.run.save_times import SaveTimes
 from equipoise.run.summary import summary_of
 from equipoise.tree import Tree
 
 log = logging.getLogger("equipoise")
 _BYTES_OF_A_REPORT = 8
-# The report from which the variance of gaps is computed.
-_GAPS = "val_loss_after"
 MakeEngine = Callable[[Federation, nn.Module, Training, Machine, int, Federation], Engine]
 
 
@@ -81,40 +77,6 @@ class Progress:
     mean: float | None = None
     worst: float | None = None
     sigma: float | None = None
-
-
-@dataclass(frozen=True)
-class _Combined:
-    """A round after aggregation.
-
-    Attributes
-    ----------
-    sent : Tree
-        The model that clients received.
-    trained : Updates
-        The updates of all clients that trained, before a guard has changed them.
-    trained_ids : int array
-        The ids of these clients.
-    updates : Updates
-        The updates that were combined.
-    cohort : RoundCohort
-        The clients that sent them.
-    guarded : bool
-        Whether there is a guard.
-    """
-
-    sent: Tree
-    trained: Updates
-    trained_ids: NDArray[np.int64]
-    updates: Updates
-    cohort: RoundCohort
-    guarded: bool
-
-    def as_trained(self) -> Updates:
-        """Return the updates of the cohort as its clients trained them."""
-        if not self.guarded:
-            return self.updates
-        return self.trained.of(np.isin(self.trained_ids, self.cohort.ids))
 
 
 class Trainer:
@@ -194,10 +156,6 @@ class Trainer:
         self._refuse_to_train_nothing()
         self._refuse_too_few_for_the_guard()
         self.evaluator = Evaluator(federation, method, self.engine, training, evaluation)
-        # A mask may contain −∞ from the start. Only tensors that were finite are checked.
-        self._begun_finite = {
-            name for name, tensor in self.state.model.items() if bool(torch.isfinite(tensor).all())
-        }
         self.metrics, self.rounds, self.timings, self.server = (
             Journal(directory / f"{name}.jsonl" if directory else None)
             for name in ("metrics", "rounds", "timings", "server")
@@ -209,20 +167,12 @@ class Trainer:
         self.identity = ""
         # The one that checkpoints of older versions contain instead.
         self.older_identity = ""
-        self._saved_round = 0
-        # Rounds whose aggregation has set nothing of what clients sent.
-        self._without_step = 0
         self._kept = KeptModels(directory)
         self._if_longer: dict[str, Any] | None = None
         self._later = LaterRounds(self.engine.network.device, self._append)
-        # The next round, if it has begun, and whether it may before this one has ended.
-        self._next: Begun | None = None
-        self._runs_ahead = may_run_ahead(
-            self._trains,
-            method,
-            cohort=self.participants.cohort_size,
-            everyone=self.participants.everyone_trains,
-        )
+        # A mask may contain −∞ from the start. Only tensors that were finite are checked.
+        finite = {n for n, tensor in self.state.model.items() if bool(torch.isfinite(tensor).all())}
+        self._round_training = RoundTraining(self.participants, self.evaluator, self._later, finite)
 
     @property
     def view(self) -> Federation:
@@ -283,7 +233,8 @@ class Trainer:
 
     def _say_doubts(self, loss: float | None) -> None:
         """Warn of a model that was probably not trained; ``loss`` is that of the last round."""
-        if self._without_step and self._without_step == self.state.round:
+        without = self._round_training.without_step
+        if without and without == self.state.round:
             # Single rounds may leave it as it is: an aggregation may collect updates of several.
             aggregation = self.method.aggregation
             name = aggregation.name or type(aggregation).__name__
@@ -308,19 +259,19 @@ class Trainer:
         self._save_times.begin_round()
         number = self.state.round + 1
         last = number == self.training.rounds
-        due = self._due(number)
+        due = self._round_training.due(number)
         # A longer run would not evaluate after this round.
         only_as_last = due and not self.evaluation.due(number, last=False)
         later = self._may_finish_later(number)
-        begun, self._next = self._next or self._begin(number, self.state), None
-        self.state = begun.state
-        done = self._end_training(begun, clock, later=later)
+        begun = self._round_training.begin(self.state)
+        ended = self._round_training.end(begun, clock, later=later)
+        self.state = ended.state
         report_bytes = _BYTES_OF_A_REPORT * begun.receivers if begun.reports_gaps else 0
-        beginning, rest = self._rows_of(number, done, begun.asked)
+        beginning, rest = self._rows_of(number, ended, begun.asked)
         if only_as_last:
             fewer = {"bytes_up": rest["bytes_up"] - report_bytes}
             self._remember_for_longer(beginning | rest | fewer, report_bytes)
-        reported, row = Reported.of(done.updates, done.cohort), beginning | rest
+        reported, row = Reported.of(ended.updates, ended.cohort), beginning | rest
         launch = self._evaluation(reported, only_as_last=only_as_last) if due else None
         if later and self._waits(launch, row, clock):
             return self._progress(row)
@@ -341,126 +292,15 @@ class Trainer:
         if ends and self.evaluation.keep_local:
             # Before the checkpoint, because a run that is resumed after its last round cannot
             # compute them again.
-            local = self.evaluator.local_models(done.sent, done.as_trained(), done.cohort, number)
+            local = self.evaluator.local_models(
+                begun.sent, ended.as_trained(), ended.cohort, number
+            )
             self._kept.keep_local(local)
         if ends or self._saves_after(number):
             self.save_checkpoint()
         return self._progress(row)
 
-    def _due(self, number: int) -> bool:
-        """Return whether a round ends with an evaluation."""
-        return self.evaluation.due(number, last=number == self.training.rounds)
-
-    def _ask_for_evaluation(self, cohort: RoundCohort) -> bool:
-        """Let clients report what the evaluation after this round needs.
-
-        Returns
-        -------
-        bool
-            Whether they send a report that the method itself does not need.
-        """
-        # With pooled data, clients do not train.
-        if self.participants.pooled:
-            return False
-        cohort.evaluates_local = self.evaluation.local
-        if not self.evaluator.has_global:
-            return False
-        cohort.wanted_reports.add(_GAPS)
-        return _GAPS not in self.method.aggregation.needs
-
-    def _begin(self, number: int, state: State, *, ahead: bool = False) -> Begun:
-        """Launch the training of a round.
-
-        Unless the round before has not ended yet (``ahead``), the host uses the time to choose the
-        next cohort, and to finish and launch evaluations.
-        """
-        state, admitting = self.participants.admit(state)
-        cohort, asked = self.participants.next_cohort(state)
-        reports_gaps = self._due(number) and self._ask_for_evaluation(cohort)
-        steps = self._steps(number)
-        prepared, cohort = steps.prepare(state, cohort)
-        receivers = len(cohort.ids)
-        if number < self.training.rounds and not ahead:
-            self._trains.while_busy(lambda: self.participants.look_ahead(state))
-        finish, launch = Once(self._later.finish_ended), Once(self._later.launch)
-        if not ahead:
-            self._trains.while_busy(finish)
-            self._trains.after_launch(launch)
-        sent, launched = steps.launch(prepared, cohort)
-        if not ahead:
-            # Without a chunk of clients to train, the engine has not called them.
-            finish()
-            launch()
-        return Begun(
-            number,
-            state,
-            prepared,
-            cohort,
-            receivers,
-            [*admitting, *asked],
-            reports_gaps,
-            sent,
-            launched,
-        )
-
-    def _end_training(self, begun: Begun, clock: Clock, *, later: bool) -> _Combined:
-        """Make the next state, and commit the memories of clients.
-
-        Unless the rows of this round may be written ``later``, those of all earlier ones are
-        written here.
-        """
-        number, prepared, cohort = begun.number, begun.prepared, begun.cohort
-        steps, guard = self._steps(number), self.method.guard
-        aggregated = self._go_ahead(steps, begun) if later and self._may_go_ahead(number) else None
-        # A round that has begun ahead has not launched the evaluation before it.
-        self._later.launch()
-        # A device that has gone ahead already trains the next round.
-        waits = aggregated is None
-        if not waits:
-            self._later.finish_ended()
-        trained = steps.wait(begun.launched, cohort)
-        clock.lap("train", since=self._later.evaluated_at, wait=waits)
-        if self._later and not later:
-            self._later.finish()
-            clock.lap("wait")
-        updates, trained_ids = trained, cohort.ids
-        if guard is not None:
-            prepared, updates, cohort = steps.screen(guard, prepared, begun.sent, trained, cohort)
-            clock.lap("guard")
-        if len(cohort.ids) < begun.receivers:
-            # The next round has begun with updates that cannot be used.
-            aggregated = self._next = None
-        before = self.state.model
-        self.state, updates, cohort = steps.combine(prepared, updates, cohort, aggregated)
-        if updates.param_names and all(t is before[n] for n, t in self.state.model.items()):
-            self._without_step += 1
-        clock.lap("combine", wait=waits)
-        self._trains.commit(cohort)
-        return _Combined(
-            begun.sent, trained, trained_ids, updates, cohort, guarded=guard is not None
-        )
-
-    def _may_go_ahead(self, number: int) -> bool:
-        """Return whether the next round may begin before this one has been checked."""
-        beside = not self._due(number) or self.evaluator.can_be_beside
-        return self._runs_ahead and beside and not self.evaluation.local
-
-    def _go_ahead(self, steps: RoundSteps, begun: Begun) -> Aggregated | None:
-        """Combine updates, and begin the next round, before the host has checked the updates."""
-        try:
-            aggregated = steps.aggregate(begun.prepared, begun.launched.updates, begun.cohort)
-            state = replace(aggregated.state, round=begun.number)
-            self._next = self._begin(begun.number + 1, state, ahead=True)
-        except Exception:
-            # The updates may be the cause, or two rounds need too much memory. Both steps are
-            # repeated when the updates have been checked. If one fails then, the error is raised.
-            self._runs_ahead = False
-            return None
-        return aggregated
-
-    def _rows_of(
-        self, number: int, done: _Combined, asked: Sequence[RoundCohort]
-    ) -> tuple[Row, Row]:
+    def _rows_of(self, number: int, ended: Ended, asked: Sequence[RoundCohort]) -> tuple[Row, Row]:
         """Return the two parts of a round's row, around those who did not answer in evaluation.
 
         The bytes of the round are added to those of the run.
@@ -469,14 +309,14 @@ class Trainer:
         # The bytes of questions before round 1 are counted in round 1.
         cohorts = [*asked, *([everyone] if number == 1 and everyone else [])]
         if self._trains is self.engine:
-            cohorts.append(done.cohort)
+            cohorts.append(ended.cohort)
         moved = summed(cohorts, BYTES)
         self.bytes = {name: before + moved[name] for name, before in self.bytes.items()}
-        all_train = len(done.cohort.ids) == len(self.participants.registered)
-        return beginning_of_row(number, done.updates, done.cohort, cohorts), {
+        all_train = len(ended.cohort.ids) == len(self.participants.registered)
+        return beginning_of_row(number, ended.updates, ended.cohort, cohorts), {
             **summed(cohorts, ("messages", "evaluations")),
             **counted(moved),
-            **cohort_and_notes(self.state, done.cohort, everyone=all_train),
+            **cohort_and_notes(self.state, ended.cohort, everyone=all_train),
         }
 
     def _append(self, row: Row, clock: Clock) -> None:
@@ -521,9 +361,6 @@ class Trainer:
             self._later.add_row(row, clock)
         return bool(self._later)
 
-    def _steps(self, number: int) -> RoundSteps:
-        return RoundSteps(number, self.method, self.view, self._begun_finite, self._saved_round)
-
     def _only_evaluate(self) -> None:
         # A run that was interrupted after its checkpoint has its metrics already.
         if not self.evaluation.due(0, last=True) or next(iter(self.metrics), None):
@@ -561,7 +398,9 @@ class Trainer:
         for own in rows:
             if (client := own.diverged()) is not None:
                 what = f"{own.split} loss of the {own.model} model"
-                raise diverged(own.round, what, client, self.federation, self._saved_round)
+                raise diverged(
+                    own.round, what, client, self.federation, self._round_training.saved_round
+                )
         for own in rows:
             self.metrics.append_later(own.lines)
         # A callback may read the file.
@@ -654,7 +493,7 @@ class Trainer:
             if self._if_longer is not None:
                 note[IF_LONGER] = self._if_longer
             Checkpoint(self.state, self.engine.export(), note).save(self.directory)
-        self._saved_round = self.state.round
+        self._round_training.saved_round = self.state.round
 
     def restore_checkpoint(self, *, finished: bool = False, every: int | None = None) -> None:
         """Resume from the last checkpoint of the directory, or start if there is none yet.
@@ -715,7 +554,7 @@ class Trainer:
             note = as_longer(note)
         self.bytes = {name: note["bytes"][name] for name in BYTES}
         self.evaluator.standing = standing_in(note)
-        self._saved_round = self.state.round
+        self._round_training.saved_round = self.state.round
         self.participants.restore(self.state)
         return note
 
@@ -735,25 +574,5 @@ class Trainer:
 
     def measure_chunk(self) -> int:
         """Choose the chunk size by timing the first cohort. The trained models are dropped."""
-        engine, participants = self.engine, self.participants
-        cohort_size, steps = participants.cohort_size, self._steps(self.state.round + 1)
-        if engine.network.unstackable:
-            return 1
-        candidates = sorted(
-            {1, min(4, cohort_size), min(16, cohort_size), min(64, cohort_size), cohort_size}
-        )
-
-        def seconds(chunk: int) -> float:
-            engine.chunk = chunk
-            chosen, _ = participants.select(self.state, self.state.round)
-            prepared, cohort = steps.prepare(self.state, chosen)
-            clock = Clock(engine.network.device)
-            shared, each = self.method.aggregation.send(prepared, cohort)
-            cohort.train(shared, each, self.method.local)
-            clock.lap("train")
-            return clock.laps["train"]
-
         self.begin()
-        with exact_arithmetic(engine.machine):
-            engine.chunk = fastest(candidates, seconds)
-        return engine.chunk
+        return self._round_training.measure_chunk(self.state)

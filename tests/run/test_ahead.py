@@ -19,10 +19,10 @@ from equipoise.methods import build
 from equipoise.methods.fedavg import FedAvg, UniformSampler
 from equipoise.optimizers import optimizer_named
 from equipoise.run.round_steps import RoundSteps
-from equipoise.run.trainer import Trainer
+from equipoise.run.round_training import RoundTraining
 from tests.engine.gpu import needs_gpu
+from tests.run.deferring import ROUNDS, deferring, files, run
 from tests.run.small import TRAINING, rows_of
-from tests.run.test_later import ROUNDS, deferring, files, run
 
 
 @pytest.fixture
@@ -33,13 +33,13 @@ def ahead(monkeypatch):
 
 
 def noting(monkeypatch):
-    begun, original = [], Trainer._begin
+    begun, original = [], RoundTraining._launch
 
-    def beginning(trainer, number, state, *, ahead=False):
-        begun.extend([number] * ahead)
-        return original(trainer, number, state, ahead=ahead)
+    def launching(training, state, *, ahead=False):
+        begun.extend([state.round + 1] * ahead)
+        return original(training, state, ahead=ahead)
 
-    monkeypatch.setattr(Trainer, "_begin", beginning)
+    monkeypatch.setattr(RoundTraining, "_launch", launching)
     return begun
 
 
@@ -224,7 +224,7 @@ def test_a_gpu_writes_the_same_files_whether_rounds_run_ahead(method, tmp_path, 
     ahead = noting(monkeypatch)
     run(tmp_path / "ahead", **how)
     assert ahead == LATER_ROUNDS
-    monkeypatch.setattr(Trainer, "_may_go_ahead", lambda trainer, number: False)
+    monkeypatch.setattr(RoundTraining, "_may_go_ahead", lambda training, number: False)
     run(tmp_path / "now", **how)
     assert files(tmp_path / "ahead") == files(tmp_path / "now")
 
@@ -238,7 +238,7 @@ def test_a_gpu_drops_a_round_that_began_with_an_update_that_cannot_be_used(
     whole = rows_of(run(tmp_path / "whole", **how).directory, "rounds")
     spoiled(monkeypatch, 4, whole[3]["clients"][1], value)
     run(tmp_path / "ahead", **how)
-    monkeypatch.setattr(Trainer, "_may_go_ahead", lambda trainer, number: False)
+    monkeypatch.setattr(RoundTraining, "_may_go_ahead", lambda training, number: False)
     run(tmp_path / "now", **how)
     assert files(tmp_path / "ahead") == files(tmp_path / "now")
     assert files(tmp_path / "ahead") != files(tmp_path / "whole")
@@ -248,17 +248,17 @@ def test_a_gpu_drops_a_round_that_began_with_an_update_that_cannot_be_used(
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_the_host_does_not_wait_for_a_gpu_that_runs_ahead(monkeypatch):
     """PyTorch raises an error where the host would wait, but for events, which are expected."""
-    begin = Trainer._begin
+    launch = RoundTraining._launch
 
-    def beginning(trainer, number, state, *, ahead=False):
+    def launching(training, state, *, ahead=False):
         # The first rounds build kernels and record steps.
-        torch.cuda.set_sync_debug_mode("error" if ahead and number > 5 else "default")
+        torch.cuda.set_sync_debug_mode("error" if ahead and state.round >= 5 else "default")
         try:
-            return begin(trainer, number, state, ahead=ahead)
+            return launch(training, state, ahead=ahead)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(Trainer, "_begin", beginning)
+    monkeypatch.setattr(RoundTraining, "_launch", launching)
     ahead = noting(monkeypatch)
     run(None, machine=Machine(device="cuda"), rounds=8)
     assert ahead == list(range(2, 9))

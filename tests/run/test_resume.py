@@ -343,7 +343,7 @@ def test_a_measured_chunk_is_written_down_and_used_again(tmp_path, monkeypatch):
 
 def test_measuring_leaves_no_memory_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "equipoise.run.trainer.fastest", lambda candidates, seconds: (seconds(2), 2)[1]
+        "equipoise.run.round_training.fastest", lambda candidates, seconds: (seconds(2), 2)[1]
     )
     small_run(tmp_path / "measured", "scaffold", machine=Machine(chunk="measure"))
     small_run(tmp_path / "given", "scaffold", machine=Machine(chunk=2))
