@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equipoise.errors import InputError, unknown
+from equipoise.errors import InputError, RunError, unknown
 from equipoise.stacks import weighted_sums
 from equipoise.tree import Tree
 
@@ -42,6 +42,27 @@ class _ExplainedReports(Reports):
                 f"add it: needs = ({name!r},)"
             )
         raise unknown("report", name, {*REQUESTED_REPORTS, *self}, where="updates.reports")
+
+
+class UnreadReports(Reports):
+    """The reports of clients that are still training. To read them is an error.
+
+    Examples
+    --------
+    >>> UnreadReports().get("train_loss")
+    Traceback (most recent call last):
+    equipoise.errors.RunError: reports were read before the clients had trained; an aggregation with
+    reads_reports = False must not read them
+    """
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise RunError(
+            "reports were read before the clients had trained; an aggregation with reads_reports = "
+            "False must not read them"
+        )
+
+    __getitem__ = __contains__ = __iter__ = __len__ = _refuse
+    get = keys = values = items = copy = __or__ = __ror__ = _refuse
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def test_masked_values_are_refused(name):
         [*IDS[:4], float("nan"), *IDS[5:]],
         [*IDS[:4], None, *IDS[5:]],
         np.where(np.arange(12) == 4, None, IDS),
-        np.where(np.arange(12) == 4, np.datetime64("NaT"), IDS.astype("M8[D]")),
+        np.where(np.arange(12) == 4, np.datetime64("NaT", "D"), IDS.astype("M8[D]")),
     ],
     ids=["array", "tensor", "list", "None", "objects", "dates"],
 )

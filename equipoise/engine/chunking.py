@@ -196,8 +196,8 @@ def fits_beside(network: Network, samples: int) -> bool:
     return numbers * network.dtype.itemsize <= _BESIDE_SHARE * memory
 
 
-def fits_twice(updates: int, device: torch.device) -> bool:
-    """Return whether a GPU has the memory for the updates of two cohorts, given their bytes.
+def fits_twice(nbytes: int, device: torch.device) -> bool:
+    """Return whether a GPU can hold the updates of two cohorts, each of ``nbytes`` bytes.
 
     Examples
     --------
@@ -206,7 +206,7 @@ def fits_twice(updates: int, device: torch.device) -> bool:
     """
     if device.type == "cpu":
         return True
-    return updates <= _TWICE_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return nbytes <= _TWICE_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
 def samples_an_encoding(network: Network) -> int:

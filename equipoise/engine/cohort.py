@@ -32,6 +32,7 @@ from equipoise.engine.memory import Memory, MemoryStore
 from equipoise.engine.planning import Planner
 from equipoise.engine.questions import asked_of, part_of, sums_over_samples
 from equipoise.engine.reports import Reporter
+from equipoise.exchange import UnreadReports
 from equipoise.method import LocalRule, Method, Reports, Updates
 from equipoise.random import Purpose, fold
 from equipoise.stacks import chosen_rows
@@ -119,7 +120,7 @@ class StackedCohort:
     def launch_training(
         self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
     ) -> Launched:
-        """Do the same as :meth:`train`, but do not wait for a GPU."""
+        """Like :meth:`train`, without waiting for a GPU."""
         refuse_second_training(self._trained)
         self._trained = True
         model = shared["model"]
@@ -132,7 +133,7 @@ class StackedCohort:
             params={n: t for n, t in sent.items() if n not in buffers},
             buffers={n: t for n, t in sent.items() if n in buffers},
             uploads=uploads,
-            reports={},
+            reports=UnreadReports(),
         )
         # A GPU computes the norms right after the last step, before the host waits for either.
         norms = None

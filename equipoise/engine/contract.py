@@ -67,7 +67,7 @@ class Launched:
     Attributes
     ----------
     updates : Updates
-        What clients send, without reports. The host has not checked it.
+        What clients send, without reports if they are still training. It has not been checked.
     wait : callable
         Waits for the training, and returns the updates with reports. Clients whose updates cannot
         be used are then left out of them and of the cohort.
@@ -127,7 +127,7 @@ class RoundCohort(Cohort, Protocol):
     def launch_training(
         self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
     ) -> Launched:
-        """Begin the same as :meth:`train`.
+        """Launch what :meth:`train` does.
 
         Only the cohort of an engine that :attr:`~Engine.defers` work may return before the clients
         have trained.

@@ -166,7 +166,7 @@ class FlowerCohort:
     def launch_training(
         self, shared: Mapping[str, Tree], each: Mapping[str, Tensor], local: LocalRule
     ) -> Launched:
-        """Do the same as :meth:`train`, which waits for the clients."""
+        """Like :meth:`train`, which waits for the clients."""
         return Launched.ended(self.train(shared, each, local))
 
     def _messages_of_training(

@@ -38,8 +38,8 @@ class Once:
             work()
 
 
-# At most so many evaluations are launched beside the training of later rounds before the host waits
-# for the first of them.
+# How many evaluations beside the training of later rounds may be outstanding before the host waits
+# for the oldest one.
 _MOST_LAUNCHED = 4
 
 
@@ -146,12 +146,12 @@ class LaterRounds:
     def finish_ended(self) -> None:
         """Finish the first rounds, up to one whose evaluation has not ended.
 
-        If too many have been launched, wait for the first of them.
+        If too many are outstanding, wait for the oldest ones.
         """
         launched = sum(each.ended is not None for each in self._rounds)
         while self._rounds and (first := self._rounds[0]).finish is not None:
             if first.ended is not None:
-                if launched <= _MOST_LAUNCHED and not first.ended.has_come():
+                if launched <= _MOST_LAUNCHED and not first.ended.reached():
                     return
                 launched -= 1
             self._finish_first()

@@ -139,8 +139,8 @@ class Moment:
         self._event.synchronize()
         return earlier._event.elapsed_time(self._event) / 1000
 
-    def has_come(self) -> bool:
-        """Return whether the device has come here, without waiting for it."""
+    def reached(self) -> bool:
+        """Return whether the device has reached this moment, without waiting for it."""
         return self._event is None or self._event.query()
 
     def time_since(self, idle: Moment) -> float:

@@ -132,27 +132,27 @@ class RoundSteps:
         prepared: State,
         updates: Updates,
         cohort: RoundCohort,
-        done: Aggregated | None = None,
+        aggregated: Aggregated | None = None,
     ) -> tuple[State, Updates, RoundCohort]:
         """Return the next state, and the updates and clients from which it was made.
 
-        If clients are lost, everything is repeated without them. ``done`` is the result of
+        If clients are lost, everything is repeated without them. ``aggregated`` is the result of
         :meth:`aggregate` if it has been called for these clients.
         """
-        while done is None:
+        while aggregated is None:
             try:
-                done = self.aggregate(prepared, updates, cohort)
+                aggregated = self.aggregate(prepared, updates, cohort)
             except ClientsLost as lost:
                 updates = updates.of(~np.isin(cohort.ids, lost.ids))
                 cohort = cohort.without(lost.ids)
-        if not done.finite():
+        if not aggregated.finite():
             finite = torch.ones(len(cohort.ids), dtype=torch.bool)
             for name, stack in (*updates.params.items(), *updates.buffers.items()):
                 if name in self.finite:
                     finite &= flat_rows(torch.isfinite(stack)).all(1).cpu()
             self._refuse_non_finite(finite, cohort, "model")
             raise RunError(f"round {self.number}: the global model is not finite after aggregation")
-        learned = self.method.sampler.learn(done.state, cohort)
+        learned = self.method.sampler.learn(aggregated.state, cohort)
         return replace(learned, round=self.number), updates, cohort
 
     def _refuse_non_finite(self, finite: Tensor, cohort: RoundCohort, what: str) -> None:

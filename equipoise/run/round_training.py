@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Set
 from dataclasses import dataclass, replace
 
@@ -20,6 +22,7 @@ from equipoise.run.round_rows import Clock
 from equipoise.run.round_steps import Aggregated, RoundSteps
 from equipoise.tree import Tree, size_in_bytes
 
+log = logging.getLogger("equipoise")
 # The report from which the variance of gaps is computed.
 _GAPS = "val_loss_after"
 
@@ -40,6 +43,8 @@ class Begun:
         The clients that train.
     receivers : int
         How many clients received the model.
+    everyone : bool
+        Whether these are all registered clients.
     asked : list of RoundCohort
         The cohorts that were asked before.
     reports_gaps : bool
@@ -55,6 +60,7 @@ class Begun:
     prepared: State
     cohort: RoundCohort
     receivers: int
+    everyone: bool
     asked: list[RoundCohort]
     reports_gaps: bool
     sent: Tree
@@ -99,8 +105,8 @@ def may_run_ahead(engine: Engine, method: Method, *, cohort: int, everyone: bool
     """Return whether a round may begin before the host has checked the updates of the last one.
 
     A GPU then goes on without waiting for the host. If an update cannot be used, the round that has
-    begun is dropped. So it must not have changed anything: no client remembers anything, nothing is
-    sent only once, and neither aggregation nor sampler reads what clients report.
+    begun is dropped. So this is allowed only if it leaves no trace: clients remember nothing,
+    nothing is sent only once, there is no guard, and neither aggregation nor sampler reads reports.
 
     Parameters
     ----------
@@ -187,13 +193,16 @@ class RoundTraining:
     def begin(self, state: State) -> Begun:
         """Return the next round. Its training is launched, unless it has been launched ahead."""
         begun, self._next = self._next, None
-        return begun or self._launch(state)
+        if begun is None or begun.number != state.round + 1:
+            # A round that was interrupted is repeated, and so is the one that had begun after it.
+            begun = self._launch(state)
+        return begun
 
     def _launch(self, state: State, *, ahead: bool = False) -> Begun:
         """Launch the training of the round after a state.
 
-        Unless this is done ``ahead`` of checks, the host uses the time to choose the cohort after
-        the next one, and to finish and launch evaluations.
+        If the round before has ended, the host meanwhile chooses the next cohort, and finishes and
+        launches evaluations. A round that begins ``ahead`` does none of this.
         """
         number = state.round + 1
         state, admitting = self.participants.admit(state)
@@ -201,7 +210,7 @@ class RoundTraining:
         reports_gaps = self.due(number) and self._ask_for_evaluation(cohort)
         steps = self.steps(number)
         prepared, cohort = steps.prepare(state, cohort)
-        receivers = len(cohort.ids)
+        receivers, registered = len(cohort.ids), len(self.participants.registered)
         finish, launch = Once(self._later.finish_ended), Once(self._later.launch)
         if not ahead:
             if number < self.training.rounds:
@@ -213,9 +222,17 @@ class RoundTraining:
             # Without a chunk of clients to train, the engine has not called them.
             finish()
             launch()
-        asked = [*admitting, *asked]
         return Begun(
-            number, state, prepared, cohort, receivers, asked, reports_gaps, sent, launched
+            number,
+            state,
+            prepared,
+            cohort,
+            receivers,
+            receivers == registered,
+            [*admitting, *asked],
+            reports_gaps,
+            sent,
+            launched,
         )
 
     def _ask_for_evaluation(self, cohort: RoundCohort) -> bool:
@@ -236,37 +253,41 @@ class RoundTraining:
         return _GAPS not in self.method.aggregation.needs
 
     def end(self, begun: Begun, clock: Clock, *, later: bool) -> Ended:
-        """Wait for a round, and make the next state.
+        """Wait for a round, make the next state, and commit the memories of clients.
 
-        The memories of clients are committed. Unless the rows of this round may be written
+        The next round begins before that, if it may. Unless the rows of this round may be written
         ``later``, those of all earlier ones are written here.
         """
         prepared, cohort = begun.prepared, begun.cohort
         steps, guard = self.steps(begun.number), self.method.guard
-        aggregated = self._go_ahead(begun) if later and self._may_go_ahead(begun.number) else None
-        # A round that has begun ahead has not launched the evaluation before it.
+        may_go_ahead = later and self._may_go_ahead(begun.number)
+        aggregated = self._go_ahead(begun) if may_go_ahead else None
+        went_ahead = aggregated is not None
+        # A round that has begun ahead has not launched the evaluation of the round before it.
         self._later.launch()
-        # A device that has gone ahead already trains the next round.
-        waits = aggregated is None
-        if not waits:
+        if went_ahead:
             self._later.finish_ended()
         trained = steps.wait(begun.launched, cohort)
-        clock.lap("train", since=self._later.evaluated_at, wait=waits)
+        # If the next round has been launched, waiting for the device would wait for it, too.
+        clock.lap("train", since=self._later.evaluated_at, wait=not went_ahead)
         if self._later and not later:
             self._later.finish()
             clock.lap("wait")
+        usable = len(cohort.ids) == begun.receivers
+        if not usable:
+            # The next round has begun with updates that cannot be used.
+            aggregated = self._next = None
+        elif may_go_ahead and not went_ahead:
+            self._runs_ahead = False
         updates, trained_ids = trained, cohort.ids
         if guard is not None:
             prepared, updates, cohort = steps.screen(guard, prepared, begun.sent, trained, cohort)
             clock.lap("guard")
-        if len(cohort.ids) < begun.receivers:
-            # The next round has begun with updates that cannot be used.
-            aggregated = self._next = None
         state, updates, cohort = steps.combine(prepared, updates, cohort, aggregated)
         before = begun.state.model
         if updates.param_names and all(t is before[n] for n, t in state.model.items()):
             self.without_step += 1
-        clock.lap("combine", wait=waits)
+        clock.lap("combine", wait=not went_ahead)
         self._engine.commit(cohort)
         return Ended(state, trained, trained_ids, updates, cohort, guarded=guard is not None)
 
@@ -276,16 +297,23 @@ class RoundTraining:
         return self._runs_ahead and beside and not self.evaluator.evaluation.local
 
     def _go_ahead(self, begun: Begun) -> Aggregated | None:
-        """Combine updates, and begin the next round, before the host has checked the updates."""
+        """Combine updates, and begin the next round, before the host has checked the updates.
+
+        If one of the two fails, both are repeated when the updates have been checked. Updates that
+        cannot be used may be the cause, or two rounds need too much memory. If it fails then, the
+        error is raised.
+        """
+        # A copy, because questions are counted by the cohort, and would be counted twice.
+        cohort = copy.copy(begun.cohort)
         try:
             aggregated = self.steps(begun.number).aggregate(
-                begun.prepared, begun.launched.updates, begun.cohort
+                begun.prepared, begun.launched.updates, cohort
             )
+            if cohort.messages > begun.cohort.messages:
+                return None
             self._next = self._launch(replace(aggregated.state, round=begun.number), ahead=True)
         except Exception:
-            # The updates may be the cause, or two rounds need too much memory. Both steps are
-            # repeated when the updates have been checked. If one fails then, the error is raised.
-            self._runs_ahead = False
+            log.debug("round %d cannot begin ahead", begun.number + 1, exc_info=True)
             return None
         return aggregated
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from equipoise import tasks
 from equipoise.client_index import ClientIndex
 from equipoise.data.augment import check_augmentations
 from equipoise.engine.arithmetic import exact_arithmetic
-from equipoise.engine.contract import Engine, RoundCohort
+from equipoise.engine.contract import Engine
 from equipoise.engine.settings import Machine, Training
 from equipoise.engine.stacked import StackedEngine
 from equipoise.engine.streams import preferred
@@ -53,7 +53,7 @@ from equipoise.run.round_rows import (
     not_evaluated,
     summed,
 )
-from equipoise.run.round_training import Ended, RoundTraining
+from equipoise.run.round_training import Begun, Ended, RoundTraining
 from equipoise.run.save_times import SaveTimes
 from equipoise.run.summary import summary_of
 from equipoise.tree import Tree
@@ -267,7 +267,7 @@ class Trainer:
         ended = self._round_training.end(begun, clock, later=later)
         self.state = ended.state
         report_bytes = _BYTES_OF_A_REPORT * begun.receivers if begun.reports_gaps else 0
-        beginning, rest = self._rows_of(number, ended, begun.asked)
+        beginning, rest = self._rows_of(begun, ended)
         if only_as_last:
             fewer = {"bytes_up": rest["bytes_up"] - report_bytes}
             self._remember_for_longer(beginning | rest | fewer, report_bytes)
@@ -300,19 +300,19 @@ class Trainer:
             self.save_checkpoint()
         return self._progress(row)
 
-    def _rows_of(self, number: int, ended: Ended, asked: Sequence[RoundCohort]) -> tuple[Row, Row]:
+    def _rows_of(self, begun: Begun, ended: Ended) -> tuple[Row, Row]:
         """Return the two parts of a round's row, around those who did not answer in evaluation.
 
         The bytes of the round are added to those of the run.
         """
-        everyone = self.participants.everyone
+        number, everyone = begun.number, self.participants.everyone
         # The bytes of questions before round 1 are counted in round 1.
-        cohorts = [*asked, *([everyone] if number == 1 and everyone else [])]
+        cohorts = [*begun.asked, *([everyone] if number == 1 and everyone else [])]
         if self._trains is self.engine:
             cohorts.append(ended.cohort)
         moved = summed(cohorts, BYTES)
         self.bytes = {name: before + moved[name] for name, before in self.bytes.items()}
-        all_train = len(ended.cohort.ids) == len(self.participants.registered)
+        all_train = begun.everyone and len(ended.cohort.ids) == begun.receivers
         return beginning_of_row(number, ended.updates, ended.cohort, cohorts), {
             **summed(cohorts, ("messages", "evaluations")),
             **counted(moved),

@@ -17,12 +17,14 @@ from equipoise.errors import RunError
 from equipoise.method import mix
 from equipoise.methods import build
 from equipoise.methods.fedavg import FedAvg, UniformSampler
+from equipoise.models import build as model_named
 from equipoise.optimizers import optimizer_named
 from equipoise.run.round_steps import RoundSteps
 from equipoise.run.round_training import RoundTraining
+from equipoise.run.trainer import Trainer
 from tests.engine.gpu import needs_gpu
 from tests.run.deferring import ROUNDS, deferring, files, run
-from tests.run.small import TRAINING, rows_of
+from tests.run.small import MODEL, TRAINING, federation, rows_of
 
 
 @pytest.fixture
@@ -186,20 +188,111 @@ def test_a_round_that_cannot_begin_ahead_begins_when_the_one_before_has_ended(
     assert files(tmp_path / "run") == files(tmp_path / "whole")
 
 
-def test_an_aggregation_that_reads_reports_after_all_waits_for_them(ahead, tmp_path):
+def by_steps(reports):
+    return reports["steps"]
+
+
+def if_there(reports):
+    return reports["steps"] if "steps" in reports else torch.ones(4)
+
+
+def or_else(reports):
+    return reports.get("steps", torch.ones(4))
+
+
+@pytest.mark.parametrize("read", [by_steps, if_there, or_else])
+def test_an_aggregation_that_reads_reports_after_all_waits_for_them(
+    read, ahead, tmp_path, monkeypatch
+):
     @dataclasses.dataclass(frozen=True)
-    class ByLoss(FedAvg):
-        name: ClassVar[str] = "byloss"
+    class BySteps(FedAvg):
+        name: ClassVar[str] = "bysteps"
         reads_reports: ClassVar[bool] = False
 
         def combine(self, state, updates, cohort):
-            losses = updates.reports["train_loss"]
+            steps = read(updates.reports)
+            return state.with_global(mix(updates, steps / steps.sum()))
+
+    method = dataclasses.replace(build("fedavg"), aggregation=BySteps())
+    run(tmp_path / "run", method=method, checkpoint_every=100)
+    assert ahead == []
+    monkeypatch.setattr(RoundTraining, "_may_go_ahead", lambda training, number: False)
+    run(tmp_path / "now", method=method, checkpoint_every=100)
+    assert files(tmp_path / "run") == files(tmp_path / "now")
+
+
+def test_questions_of_an_aggregation_are_counted_once(ahead, tmp_path, monkeypatch):
+    class Asking(FedAvg):
+        name: ClassVar[str] = "asking"
+        reads_reports: ClassVar[bool] = False
+
+        def combine(self, state, updates, cohort):
+            losses = cohort.evaluate(state.model, "train")["loss"]
             return state.with_global(mix(updates, losses / losses.sum()))
 
-    method = dataclasses.replace(build("fedavg"), aggregation=ByLoss())
-    directory = run(tmp_path / "run", method=method, checkpoint_every=100).directory
+    method = dataclasses.replace(build("fedavg"), aggregation=Asking())
+    spoiled(monkeypatch, 2, 0, torch.nan)
+    run(tmp_path / "run", method=method, checkpoint_every=100)
     assert ahead == []
-    assert rows_of(directory, "rounds")[-1]["round"] == ROUNDS
+    monkeypatch.setattr(RoundTraining, "_may_go_ahead", lambda training, number: False)
+    run(tmp_path / "now", method=method, checkpoint_every=100)
+    assert files(tmp_path / "run") == files(tmp_path / "now")
+
+
+def test_rounds_run_ahead_again_after_one_that_failed_because_of_an_update(
+    ahead, tmp_path, monkeypatch
+):
+    class Checking(FedAvg):
+        name: ClassVar[str] = "checking"
+        reads_reports: ClassVar[bool] = False
+
+        def combine(self, state, updates, cohort):
+            if not all(bool(stack.isfinite().all()) for stack in updates.params.values()):
+                raise ArithmeticError
+            return super().combine(state, updates, cohort)
+
+    method = dataclasses.replace(build("fedavg"), aggregation=Checking())
+    how = {"method": method, "checkpoint_every": 100}
+    client = rows_of(run(tmp_path / "whole", **how).directory, "rounds")[2]["clients"][0]
+    ahead.clear()
+    spoiled(monkeypatch, 3, client, torch.nan)
+    run(tmp_path / "run", **how)
+    # Round 4 began when round 3 had been checked.
+    assert ahead == [2, 3, 5, 6, 7]
+
+
+def test_a_round_that_was_interrupted_is_repeated(ahead):
+    trainer, whole = (small_trainer() for _ in range(2))
+    whole.run()
+    wait, interrupted = RoundSteps.wait, []
+
+    def waiting(steps, launched, cohort):
+        if steps.number == 3 and not interrupted:
+            interrupted.append(steps.number)
+            raise KeyboardInterrupt
+        return wait(steps, launched, cohort)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RoundSteps, "wait", waiting)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run()
+    assert trainer.state.round == 2
+    trainer.run()
+    for name in ("rounds", "metrics"):
+        assert list(trainer.journals[name]) == list(whole.journals[name])
+
+
+def small_trainer():
+    data = federation()
+    return Trainer(
+        data,
+        build("fedavg"),
+        model_named(shape=data.shape, classes=data.outputs, seed=3, **MODEL),
+        TRAINING,
+        Machine(device="cpu"),
+        Evaluation(),
+        seed=3,
+    )
 
 
 def test_an_error_of_a_later_round_leaves_the_rounds_before_it(ahead, tmp_path, monkeypatch):
