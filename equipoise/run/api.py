@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import functools
-import inspect
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
 from equipoise import methods, models
 from equipoise.checks import count
 from equipoise.documents import read_json
-from equipoise.engine.settings import FineTune, Machine, Training
+from equipoise.engine.settings import Machine, Training
 from equipoise.engine.slots import frozen_digest, is_frozen_digest
 from equipoise.engine.stacked import StackedEngine
-from equipoise.errors import InputError, unknown
+from equipoise.errors import InputError
 from equipoise.federation import Federation
 from equipoise.imports import import_of_run
 from equipoise.method import Method
-from equipoise.optimizers import OPTIMIZER_OPTIONS
+from equipoise.run.arguments import (
+    keywords_of,
+    named,
+    names_arguments,
+    settings_from,
+    training_from,
+)
 from equipoise.run.callbacks import Callback, Listeners, checked
 from equipoise.run.checkpoint import read_local
 from equipoise.run.checksums import read_sums, sha256, verify, write_sums
@@ -48,7 +50,7 @@ from equipoise.run.directory import (
 )
 from equipoise.run.evaluation import Evaluation
 from equipoise.run.files import save_tensors, sole_writer, write_atomically
-from equipoise.run.plain import optimizer_from, schedule_from, to_plain
+from equipoise.run.plain import to_plain
 from equipoise.run.processes import (
     Work,
     follow,
@@ -73,11 +75,6 @@ from equipoise.run.trained import (
 from equipoise.run.trainer import MakeEngine, Progress, Trainer
 
 log = logging.getLogger("equipoise")
-# What train() takes besides names.
-_OBJECTS = {"method": "a Method", "model": "an nn.Module"}
-
-S = TypeVar("S")
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -180,27 +177,7 @@ class Followed(Run):
         )
 
 
-def _names_arguments(function: F) -> F:
-    """Name settings in errors like the arguments: ``rounds`` instead of ``training.rounds``."""
-
-    @functools.wraps(function)
-    def called(*args: Any, **given: Any) -> Any:
-        try:
-            return function(*args, **given)
-        except InputError as error:
-            said = re.sub(
-                r"^training\.(\w+)",
-                lambda found: found[1] if found[1] in given else found[0],
-                str(error),
-            )
-            if said == str(error):
-                raise
-            raise InputError(said) from error
-
-    return called  # type: ignore[return-value]
-
-
-@_names_arguments
+@names_arguments
 def train(
     federation: Federation,
     *,
@@ -306,11 +283,12 @@ def train(
             f"train() takes a federation, got {type(federation).__name__}; use "
             "equipoise.Federation.from_arrays(x, y, clients=...)"
         )
-    training = _training(_checked(training, Training, "training"), settings, method)
-    machine = _checked(machine, Machine, "machine") or Machine()
-    evaluation = _checked(evaluation, Evaluation, "evaluation") or Evaluation()
+    given = settings_from(training, Training, "training")
+    training = training_from(given, settings, method, keywords_of(train))
+    machine = settings_from(machine, Machine, "machine") or Machine()
+    evaluation = settings_from(evaluation, Evaluation, "evaluation") or Evaluation()
     callbacks = checked(callbacks)
-    made = method if isinstance(method, Method) else methods.build(**_named(method, "method"))
+    made = method if isinstance(method, Method) else methods.build(**named(method, "method"))
     if isinstance(model, nn.Module):
         # Copied, because the method may add parts to it.
         module, model_config = (
@@ -326,7 +304,7 @@ def train(
                 "out"
             )
         model_config = models.with_class_names(
-            _named(model or made.usual_model, "model"), federation.class_names
+            named(model or made.usual_model, "model"), federation.class_names
         )
         module = models.build(
             shape=federation.shape, classes=federation.outputs, seed=seed, **model_config
@@ -590,91 +568,3 @@ def load(
     chosen, whole = read_selected(directory)
     registered = config["resolved"]["clients"]
     return undivided(chosen_model(module, chosen, registered, number, whole=whole), config)
-
-
-def _named(value: str | Mapping[str, Any], what: str) -> dict[str, Any]:
-    if not isinstance(value, (str, Mapping)):
-        made = f", such as {value.__name__}(...)" if isinstance(value, type) else ""
-        raise InputError(
-            f"{what} must be a name or a mapping with 'name', got {value!r}; in Python it may also "
-            f"be {_OBJECTS[what]}{made}"
-        )
-    named = {"name": value} if isinstance(value, str) else dict(value)
-    if "name" not in named:
-        raise InputError(f"{what} {named!r} has no name")
-    return named
-
-
-def _checked(settings: S | Mapping[str, Any] | None, kind: type[S], name: str) -> S | None:
-    """Return settings, which may be given as a mapping."""
-    if isinstance(settings, Mapping):
-        valid = [f"{name}.{field}" for field in _fields(kind)]
-        for key in settings:
-            if f"{name}.{key}" not in valid:
-                # That package reads this module. Only errors need it.
-                from equipoise.config.suggesting import unknown_key
-
-                raise unknown_key(f"{name}.{key}", valid, where="train()")
-        return kind(**_converted(settings))
-    if settings is not None and not isinstance(settings, kind):
-        raise InputError(
-            f"{name} must be a mapping or of the class {kind.__name__} (from equipoise import "
-            f"{kind.__name__}), got {settings!r}"
-        )
-    return settings
-
-
-def _fields(kind: type[Any]) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind)]
-
-
-def _converted(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the objects that may be given as names or mappings in settings."""
-    made = dict(settings)
-    for key, read in (("optimizer", optimizer_from), ("schedule", schedule_from)):
-        if isinstance(made.get(key), (str, Mapping)):
-            made[key] = read(made[key])
-    if isinstance(made.get("fine_tune"), Mapping):
-        made["fine_tune"] = _checked(made["fine_tune"], FineTune, "evaluation.fine_tune")
-    return made
-
-
-def _training(
-    training: Training | None,
-    settings: Mapping[str, Any],
-    method: str | Mapping[str, Any] | Method,
-) -> Training:
-    for key, value in settings.items():
-        if key not in _fields(Training):
-            raise _unknown_argument(key, value, method)
-    made = _converted(settings)
-    return dataclasses.replace(training, **made) if training else Training(**made)
-
-
-def _unknown_argument(key: str, value: Any, method: str | Mapping[str, Any] | Method) -> InputError:
-    """Return the error for an unknown argument of ``train``. It says where the key belongs."""
-    # That package reads this module. Only errors need it.
-    from equipoise.config.suggesting import setting_called
-
-    called = setting_called(key)
-    meant = (called or key).rpartition(".")[2]
-    given = f"{meant!r}: {value!r}}}"
-    chosen = method.get("name") if isinstance(method, Mapping) else getattr(method, "name", method)
-    takers = [name for name in methods.names() if key in methods.options_of(name)]
-    belongs = None
-    if meant in OPTIMIZER_OPTIONS:
-        belongs = f"an option of the optimizer: optimizer={{'name': 'sgd', {given}"
-    elif meant in _fields(Evaluation):
-        belongs = f"a setting of the evaluation: evaluation={{{given}"
-    elif meant in _fields(Machine):
-        belongs = f"a setting of the machine: machine={{{given}"
-    elif takers:
-        shown = [chosen] if chosen in takers else takers[:3]
-        belongs = f"an option of {', '.join(shown)}: method={{'name': {shown[0]!r}, {given}"
-    if belongs:
-        return InputError(f"unknown setting {key!r} in train(); it is {belongs}")
-    arguments = inspect.signature(train).parameters.values()
-    named = [one.name for one in arguments if one.kind is one.KEYWORD_ONLY]
-    valid = [*_fields(Training), *named]
-    elsewhere = [meant if meant in valid else called] if called else ()
-    return unknown("setting", key, valid, where="train()", elsewhere=elsewhere)
