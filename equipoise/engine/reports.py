@@ -81,12 +81,12 @@ class Reporter:
         nothing = np.full(len(clients), np.nan)
 
         def reports() -> Reports:
-            return {
-                name: torch.from_numpy(measured.get(metric, nothing))
-                for wanted, read in launched
-                for measured in [read()]
-                for name, metric in wanted.items()
-            }
+            found: Reports = {}
+            for wanted, read in launched:
+                measured = read()
+                for name, metric in wanted.items():
+                    found[name] = torch.from_numpy(measured.get(metric, nothing))
+            return found
 
         return reports
 

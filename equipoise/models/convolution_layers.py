@@ -212,6 +212,7 @@ class Sequential(nn.Sequential):
     The kernels of convolutions and BatchNorm set negative results to zero before they write them.
     Where max-pooling follows, its kernel does: the maximum is the same, and so is the gradient. In
     evaluation of a shared model, which needs no gradient, the kernel of a convolution also pools.
+    Dropout before vectors writes them in the order in which they are flattened.
     """
 
     @staticmethod

@@ -29,8 +29,8 @@ def dropped(
 ) -> Tensor:
     """Drop elements, or whole channels, of a batch, and scale what is left.
 
-    With ``contiguous`` a GPU makes a contiguous result where that takes no more time, because it
-    will be flattened.
+    With ``contiguous``, the result of the GPU kernels is contiguous, so that flattening it needs no
+    copy.
 
     Examples
     --------

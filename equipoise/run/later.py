@@ -15,6 +15,9 @@ from equipoise.run.round_rows import BESIDE, Clock, Moment
 # Waits for the values of an evaluation and records them; and what launches it.
 Finish = Callable[[], None]
 Launch = Callable[[], Finish]
+# How many evaluations beside the training of later rounds may be outstanding before the host waits
+# for the oldest one.
+_MOST_LAUNCHED = 4
 
 
 class Once:
@@ -36,11 +39,6 @@ class Once:
         work, self._work = self._work, None
         if work is not None:
             work()
-
-
-# How many evaluations beside the training of later rounds may be outstanding before the host waits
-# for the oldest one.
-_MOST_LAUNCHED = 4
 
 
 @dataclass
@@ -124,8 +122,8 @@ class LaterRounds:
         """Add a round that is evaluated beside the training of later ones.
 
         The next :meth:`launch` launches the evaluation. It begins when the device has done what was
-        launched before, such as the training of the next round. The device would be idle while the
-        host combines updates and chooses clients; it evaluates then.
+        launched before, such as the training of the next round. The device evaluates where it would
+        be idle otherwise, such as while the host combines updates and chooses clients.
         """
 
         def launch_beside() -> tuple[Finish, Moment]:
